@@ -1,0 +1,58 @@
+"""The attention interface, and the registry of its backends.
+
+`plan` once per forward: block tables, lengths and slots go to the device. `run` once per layer: write the rows'
+current K/V, attend to slots [0, n) of each row. Rows may differ in queries and in keys. Attention is bidirectional:
+history carries its order in its rotary phase, so no mask exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from worldkv.kv.forward import AttentionRow
+from worldkv.kv.storage import KVStorage
+
+
+class AttentionPlan(Protocol):
+    """One batch of rows, ready to run in every layer."""
+
+    def run(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor | None = None,
+        v_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend; [T, heads, head_dim], T the sum of all rows' queries, rows one after the other.
+
+        With k and v, the current tokens' K/V are written first, at the rows' write slots, in the same call. Without,
+        the rows only read.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way to attend over pages. Stateless: everything of a forward is in its plan."""
+
+    name: str
+
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan: ...
+
+
+# name -> (module, class); imported only when chosen
+BACKENDS: dict[str, tuple[str, str]] = {
+    "reference": ("worldkv.attention.reference", "ReferenceBackend"),
+}
+
+
+def load_backend(name: str) -> AttentionBackend:
+    """The backend of that name; ValueError lists the known ones."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend: expected one of {sorted(BACKENDS)}, got {name!r}")
+    module, attribute = BACKENDS[name]
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    return backend

@@ -1,0 +1,28 @@
+"""One cache: a pool of block ids, the tensors behind them, the conditioning store, and the attention backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from worldkv.kv.block_pool import BlockPool
+from worldkv.kv.conditioning import ConditioningStore
+from worldkv.kv.spec import KVSpec
+from worldkv.kv.state import KVState
+
+if TYPE_CHECKING:
+    from worldkv.kv.storage import KVStorage
+
+
+class KVCache:
+    """What all sessions of one engine share. `backend` plans attention over `storage` (see worldkv.attention)."""
+
+    def __init__(self, spec: KVSpec, storage: KVStorage, backend: Any) -> None:
+        self.spec = spec
+        self.storage = storage
+        self.backend = backend
+        self.pool = BlockPool(storage.num_blocks)
+        self.conditioning = ConditioningStore(self.pool, storage)
+
+    def create_state(self, branches: tuple[str, ...] | None = None) -> KVState:
+        """An empty session state over `branches` (default: all of the spec's)."""
+        return KVState(self, branches)

@@ -1,0 +1,98 @@
+"""Cross-attention K/V: projected once, read at every forward, stored once for equal inputs.
+
+An entry is a run of blocks in the same pool as the history, so the same paged kernels read it and the same books
+count it. It is keyed by a digest of what it was projected from and shared by reference count; it becomes visible
+only when all layers are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from worldkv.errors import OutOfBlocks
+from worldkv.kv.block_pool import BlockPool
+from worldkv.kv.block_table import blocks_for
+from worldkv.kv.forward import AttentionRow
+
+if TYPE_CHECKING:
+    from worldkv.kv.storage import KVStorage
+
+
+@dataclass(eq=False)
+class ConditioningEntry:
+    """One published half: `num_tokens` tokens of K/V of every layer in `blocks`."""
+
+    key: str
+    num_tokens: int
+    blocks: npt.NDArray[np.int32]
+    num_references: int = 1
+
+    def row(self, num_queries: int) -> AttentionRow:
+        """A read-only row for cross-attention."""
+        return AttentionRow(self.blocks, self.num_tokens, num_queries)
+
+
+class ConditioningStore:
+    """All published entries of one cache, by key."""
+
+    def __init__(self, pool: BlockPool, storage: KVStorage) -> None:
+        self._pool = pool
+        self._storage = storage
+        self._entries: dict[str, ConditioningEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def acquire(self, key: str) -> ConditioningEntry | None:
+        """The entry with one more reference, or None where it is not stored."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.num_references += 1
+        return entry
+
+    def publish(self, key: str, num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> ConditioningEntry:
+        """Store K/V [num_tokens, heads, head_dim] of every layer, with one reference. All or nothing.
+
+        If `layers` raises half-way, or has another number of layers than the storage, nothing is published and the
+        blocks go back. Where the key is stored already, `layers` is not consumed.
+        """
+        stored = self.acquire(key)
+        if stored is not None:
+            return stored
+        blocks = self._pool.allocate(blocks_for(num_tokens, self._storage.block_size))
+        if blocks is None:
+            raise OutOfBlocks(f"conditioning of {num_tokens} tokens: {self._pool.num_free} blocks are free")
+        try:
+            num_layers = 0
+            for layer, (k, v) in enumerate(layers):
+                self._storage.write_blocks(layer, blocks, k, v)
+                num_layers += 1
+            if num_layers != self._storage.num_layers:
+                raise ValueError(f"conditioning: expected {self._storage.num_layers} layers, got {num_layers}")
+        except BaseException:
+            self._pool.release(blocks)
+            raise
+        entry = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
+        self._entries[key] = entry
+        return entry
+
+    def share(self, entry: ConditioningEntry) -> ConditioningEntry:
+        assert entry.num_references > 0, "a freed conditioning entry cannot be shared"
+        entry.num_references += 1
+        return entry
+
+    def release(self, entry: ConditioningEntry) -> None:
+        """Drop one reference; the last one frees the blocks."""
+        assert entry.num_references > 0, "a conditioning entry is released twice"
+        entry.num_references -= 1
+        if entry.num_references == 0:
+            self._pool.release(entry.blocks.tolist())
+            del self._entries[entry.key]

@@ -1,0 +1,101 @@
+"""One forward of one branch: what it may see, where it writes, and whether that becomes history.
+
+Building a context allocates nothing. `activate` takes blocks when the branch is really executed; `close` gives back
+whatever did not become history. The context is handed to an attention backend as an `AttentionRow`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from worldkv.errors import OutOfBlocks
+from worldkv.kv.block_table import StagedWrite
+from worldkv.kv.window import Placement
+
+if TYPE_CHECKING:
+    from worldkv.kv.state import BranchState
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """What a backend needs to know of one row: it attends to slots [0, num_visible) of `blocks`.
+
+    `write_slots` are the physical slots (block * block_size + offset) of the row's current tokens, one per query, or
+    None where the row only reads (cross-attention).
+    """
+
+    blocks: npt.NDArray[np.int32]
+    num_visible: int
+    num_queries: int
+    write_slots: npt.NDArray[np.int64] | None = None
+
+
+class ForwardContext:
+    """A draft or committing forward of `num_chunks` chunks on one branch."""
+
+    def __init__(self, branch: BranchState, num_chunks: int, commits: bool) -> None:
+        self.branch = branch
+        self.num_chunks = num_chunks
+        self.commits = commits
+        self.first_chunk = branch.num_chunks
+        self.closed = False
+        self._row: AttentionRow | None = None
+        self.placement: Placement | None = None
+        self.staged: StagedWrite | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether blocks are held for this forward."""
+        return self.staged is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_chunks * self.branch.window.chunk_size
+
+    def activate(self, num_draft_tokens: int = 0) -> AttentionRow:
+        """Take the blocks this forward writes to (once; later calls return the same row).
+
+        Raises OutOfBlocks, with nothing changed, when the pool has no room.
+        """
+        assert not self.closed, "a closed forward context cannot run again"
+        if self._row is not None:
+            return self._row
+        window, table = self.branch.window, self.branch.table
+        placement = window.place(self.first_chunk, self.num_chunks, num_draft_tokens)
+        staged = table.stage(placement.writes, window.num_slots(self.first_chunk), placement.num_visible)
+        if staged is None:
+            raise OutOfBlocks(
+                f"branch {self.branch.name!r}: no room for {self.num_tokens + num_draft_tokens} tokens; "
+                f"{table.pool.num_free} of {table.pool.num_blocks} blocks are free"
+            )
+        self.branch.storage.copy_blocks(staged.copies)
+        self.placement, self.staged = placement, staged
+        self._row = self._make_row(placement, staged)
+        return self._row
+
+    def _make_row(self, placement: Placement, staged: StagedWrite) -> AttentionRow:
+        block_size = self.branch.table.block_size
+        blocks = np.asarray(staged.blocks, dtype=np.int32)
+        logical = np.concatenate([np.arange(r.start, r.stop) for r in placement.writes])
+        slots = blocks[logical // block_size].astype(np.int64) * block_size + logical % block_size
+        return AttentionRow(blocks, placement.num_visible, len(logical), slots)
+
+    def commit(self) -> None:
+        """Make the written chunks history. K/V of all layers must have been written."""
+        assert self.commits, "a draft cannot be committed"
+        assert self.staged is not None, "nothing was executed that could be committed"
+        branch = self.branch
+        branch.table.commit(self.staged, branch.window.num_slots(self.first_chunk + self.num_chunks))
+        for _ in range(self.num_chunks):
+            branch.num_chunks += 1
+        self.staged, self.closed = None, True
+
+    def close(self) -> None:
+        """Give back every block that did not become history; safe to call twice."""
+        if self.staged is not None:
+            self.branch.table.abort(self.staged)
+        self.staged, self.closed = None, True

@@ -1,0 +1,195 @@
+"""A session's K/V: named branches, each with a window of committed chunks and its conditioning.
+
+This is the general state that a model's rollout works with; it knows no model and no request. History changes in one
+place only, `commit`; everything else can be thrown away. A snapshot is block ids and reference counts: zero bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worldkv.errors import ConditioningMissing
+from worldkv.kv.block_table import BlockTable
+from worldkv.kv.conditioning import ConditioningEntry
+from worldkv.kv.forward import ForwardContext
+from worldkv.kv.window import Window
+
+if TYPE_CHECKING:
+    from worldkv.kv.cache import KVCache
+    from worldkv.kv.storage import KVStorage
+
+
+class BranchState:
+    """One K/V history: its blocks, how many chunks it has seen, its conditioning, and the forward under way."""
+
+    def __init__(self, name: str, table: BlockTable, window: Window, storage: KVStorage) -> None:
+        self.name = name
+        self.table = table
+        self.window = window
+        self.storage = storage
+        self.num_chunks = 0  # chunks committed since the last reset; past a full ring the oldest are gone
+        self.conditioning: dict[str, ConditioningEntry] = {}
+        self.context: ForwardContext | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of history that a forward can see now."""
+        return self.window.num_slots(self.num_chunks)
+
+
+@dataclass(frozen=True)
+class BranchSnapshot:
+    table: BlockTable
+    num_chunks: int
+    conditioning: Mapping[str, ConditioningEntry]
+
+
+class KVSnapshot:
+    """A frozen history of all branches. Holds references until `release`; any number of restores and forks."""
+
+    def __init__(self, cache: KVCache, branches: Mapping[str, BranchSnapshot]) -> None:
+        self._cache = cache
+        self.branches = dict(branches)
+
+    def release(self) -> None:
+        """Give the references back; safe to call twice."""
+        for branch in self.branches.values():
+            branch.table.release()
+            for entry in branch.conditioning.values():
+                self._cache.conditioning.release(entry)
+        self.branches = {}
+
+
+class KVState:
+    """The K/V of one session over the branches that really run."""
+
+    def __init__(self, cache: KVCache, branches: Iterable[str] | None = None) -> None:
+        self._cache = cache
+        names = cache.spec.branches if branches is None else tuple(branches)
+        self.branches = {
+            name: BranchState(name, BlockTable(cache.pool, cache.storage.block_size), cache.spec.window, cache.storage)
+            for name in names
+        }
+
+    # forwards
+
+    def prepare(self, branch: str, seq_len: int, commit: bool) -> ForwardContext:
+        """A context for one forward of `seq_len` current tokens; nothing is allocated.
+
+        It replaces the branch's previous context. Raises ValueError for a length that is not whole chunks, and
+        RuntimeError if the previous context has taken blocks for a commit that never came.
+        """
+        state = self.branches[branch]
+        size = state.window.chunk_size
+        if seq_len < size or seq_len % size:
+            raise ValueError(
+                f"branch {branch!r}: seq_len must be a positive multiple of chunk_size={size}, got {seq_len}"
+            )
+        previous = state.context
+        if previous is not None and not previous.closed:
+            if previous.commits and previous.is_active:
+                raise RuntimeError(
+                    f"branch {branch!r}: a committing forward has taken blocks and was not committed; "
+                    f"commit or abandon it before the next one"
+                )
+            previous.close()
+        state.context = ForwardContext(state, seq_len // size, commit)
+        return state.context
+
+    def commit(self, branch: str) -> None:
+        """Make the branch's executed committing forward history; a no-op for drafts and when nothing is pending."""
+        context = self.branches[branch].context
+        if context is None or context.closed or not context.commits or not context.is_active:
+            return
+        context.commit()
+        self.branches[branch].context = None
+
+    def abandon(self) -> None:
+        """Give back whatever is not history, in every branch."""
+        for state in self.branches.values():
+            if state.context is not None:
+                state.context.close()
+                state.context = None
+
+    # conditioning
+
+    def set_conditioning(self, branch: str, half: str, entry: ConditioningEntry) -> None:
+        """Attach a published half (the caller's reference goes to the branch) and release the one it replaces."""
+        replaced = self.branches[branch].conditioning.get(half)
+        self.branches[branch].conditioning[half] = entry
+        if replaced is not None:
+            self._cache.conditioning.release(replaced)
+
+    def conditioning(self, branch: str) -> Mapping[str, ConditioningEntry]:
+        """The branch's published halves; raises ConditioningMissing with every half's flag when one is missing."""
+        entries = self.branches[branch].conditioning
+        halves = self._cache.spec.conditioning
+        if any(half not in entries for half in halves):
+            flags = ", ".join(f"{half}={'set' if half in entries else 'missing'}" for half in halves)
+            raise ConditioningMissing(f"branch {branch!r}: conditioning read before it was populated ({flags})")
+        return entries
+
+    def drop_conditioning(self, half: str) -> None:
+        """Forget one half in every branch."""
+        for state in self.branches.values():
+            entry = state.conditioning.pop(half, None)
+            if entry is not None:
+                self._cache.conditioning.release(entry)
+
+    # life cycle
+
+    def reset(self, keep: Iterable[str] = ()) -> None:
+        """Drop all history, and all conditioning halves but those named in `keep`; the object stays usable."""
+        self.abandon()
+        for state in self.branches.values():
+            state.table.release()
+            state.num_chunks = 0
+        for half in set(self._cache.spec.conditioning) - set(keep):
+            self.drop_conditioning(half)
+
+    def close(self) -> None:
+        """Give everything back; safe to call twice."""
+        self.reset()
+
+    def snapshot(self) -> KVSnapshot:
+        """Freeze all branches at their last commit. Raises RuntimeError while a forward is under way."""
+        for state in self.branches.values():
+            if state.context is not None and state.context.is_active:
+                raise RuntimeError(f"branch {state.name!r}: a snapshot is taken at a commit, not during a forward")
+        return KVSnapshot(self._cache, {name: self._freeze(state) for name, state in self.branches.items()})
+
+    def restore(self, snapshot: KVSnapshot) -> None:
+        """Go back to a snapshot, which stays valid. What was committed since is given back."""
+        if set(snapshot.branches) != set(self.branches):
+            raise ValueError(f"snapshot has branches {list(snapshot.branches)}, this state {list(self.branches)}")
+        self.abandon()
+        for name, frozen in snapshot.branches.items():
+            state = self.branches[name]
+            old_table, old_entries = state.table, state.conditioning
+            state.table, state.num_chunks = frozen.table.fork(), frozen.num_chunks
+            state.conditioning = self._share(frozen.conditioning)
+            old_table.release()
+            for entry in old_entries.values():
+                self._cache.conditioning.release(entry)
+
+    def _freeze(self, state: BranchState) -> BranchSnapshot:
+        return BranchSnapshot(state.table.fork(), state.num_chunks, self._share(state.conditioning))
+
+    def _share(self, entries: Mapping[str, ConditioningEntry]) -> dict[str, ConditioningEntry]:
+        return {half: self._cache.conditioning.share(entry) for half, entry in entries.items()}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of history, those shared with snapshots and forks included."""
+        return sum(len(state.table.blocks) for state in self.branches.values())
+
+    def layer_kv(self, branch: str, layer: int) -> tuple[Any, Any]:
+        """Copies of a branch's committed K and V of one layer, [tokens, heads, head_dim] in temporal order."""
+        state, size = self.branches[branch], self._cache.spec.chunk_size
+        starts = [state.window.entry(i) * size for i in state.window.visible_chunks(state.num_chunks)]
+        slots = np.asarray([slot for start in starts for slot in range(start, start + size)], dtype=np.int64)
+        return self._cache.storage.gather(layer, np.asarray(state.table.blocks, dtype=np.int32), slots)

@@ -1,0 +1,75 @@
+"""The tensors of the cache. Knows block ids, never sessions, windows or who owns a block.
+
+K and V are separate allocations per layer, [num_blocks, block_size, heads, head_dim], so that a compiler sees two
+tensors that one op mutates, and are zero-initialised, so that no kernel multiplies a stray NaN by zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worldkv.kv.block_table import blocks_for
+from worldkv.kv.spec import KVSpec
+
+
+class KVStorage:
+    """`num_blocks` blocks of `block_size` slots (a power of two) for every layer of `spec`."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        block_size: int = 128,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size: expected a power of two, got {block_size}")
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.device, self.dtype = torch.device(device), dtype
+        shape = (num_blocks, block_size, spec.num_heads, spec.head_dim)
+        self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
+        self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.k, *self.v))
+
+    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer as [num_blocks * block_size, heads, head_dim] views."""
+        return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, destination), in every layer."""
+        if not copies:
+            return
+        source, destination = torch.tensor(copies, device=self.device).unbind(1)
+        for tensor in (*self.k, *self.v):
+            tensor[destination] = tensor[source]
+
+    def write_blocks(self, layer: int, blocks: Sequence[int], k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        """Write T tokens' K and V from the first slot of `blocks` on; what follows in the last block is zeroed."""
+        if blocks_for(k_THD.shape[0], self.block_size) != len(blocks):
+            raise ValueError(f"{k_THD.shape[0]} tokens do not fill {len(blocks)} blocks of {self.block_size} slots")
+        index = torch.tensor(blocks, device=self.device)
+        padding = len(blocks) * self.block_size - k_THD.shape[0]
+        for tensor, tokens in ((self.k[layer], k_THD), (self.v[layer], v_THD)):
+            padded = torch.nn.functional.pad(tokens.to(self.dtype), (0, 0, 0, 0, 0, padding))
+            tensor[index] = padded.reshape(len(blocks), self.block_size, *padded.shape[1:])
+
+    def gather(
+        self, layer: int, blocks: npt.NDArray[np.int32], logical_slots: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of K and V [T, heads, head_dim] at the given logical slots of a block table."""
+        physical = blocks[logical_slots // self.block_size].astype(np.int64) * self.block_size
+        index = torch.from_numpy(physical + logical_slots % self.block_size).to(self.device)
+        k, v = self.slots(layer)
+        return k[index], v[index]

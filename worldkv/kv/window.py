@@ -1,0 +1,92 @@
+"""Which logical slot a token takes, and how many slots a forward sees. Pure arithmetic over counts.
+
+A branch's logical slots are laid out as
+
+    [ sink chunks | ring of `window` chunks | draft tail ]
+
+Chunk i lives at entry i while i < sink, else at sink + (i - sink) mod window. Attention reads no order (keys carry
+their rotary position), so what a forward may see is always the prefix [0, n) of the slots: no hole, no padding, and a
+table that stops growing when the window is full. The chunks being denoised count as part of the window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+WindowPolicy = Literal["reset", "slide"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the current tokens of a forward go: video slots in token order, then draft-only tokens at the tail."""
+
+    writes: tuple[range, ...]  # logical slots, in the order of the tokens
+    num_visible: int  # the forward attends to slots [0, num_visible)
+
+
+@dataclass(frozen=True)
+class Window:
+    """`sink` chunks kept for ever, then a ring of the `window` most recent; `chunk_size` tokens each.
+
+    Under `reset` the history never wraps: a placement past the end raises, and the session restarts instead.
+    Under `slide` the oldest chunk after the sink leaves when a new one comes.
+    """
+
+    chunk_size: int
+    window: int
+    sink: int = 0
+    policy: WindowPolicy = "slide"
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size: expected at least 1 token, got {self.chunk_size}")
+        if self.window < 1:
+            raise ValueError(f"window: expected at least 1 chunk, got {self.window}")
+        if self.sink < 0:
+            raise ValueError(f"sink: expected 0 or more chunks, got {self.sink}")
+        if self.policy not in ("reset", "slide"):
+            raise ValueError(f"policy: expected 'reset' or 'slide', got {self.policy!r}")
+
+    @property
+    def max_chunks(self) -> int:
+        """Chunks a forward can see at most, its own included."""
+        return self.sink + self.window
+
+    def entry(self, chunk: int) -> int:
+        """The entry, counted in chunks from the first slot, where chunk number `chunk` lives."""
+        return chunk if chunk < self.sink else self.sink + (chunk - self.sink) % self.window
+
+    def num_slots(self, num_chunks: int) -> int:
+        """Slots in use once `num_chunks` chunks have come."""
+        return min(num_chunks, self.max_chunks) * self.chunk_size
+
+    def visible_chunks(self, num_chunks: int) -> list[int]:
+        """Numbers of the chunks still held once `num_chunks` have come, oldest first."""
+        oldest = max(self.sink, num_chunks - self.window)
+        return [*range(min(self.sink, num_chunks)), *range(oldest, num_chunks)]
+
+    def has_room(self, num_chunks: int, num_incoming: int) -> bool:
+        """Whether `num_incoming` more chunks fit without any leaving."""
+        return num_chunks + num_incoming <= self.max_chunks
+
+    def place(self, first_chunk: int, num_chunks: int, num_draft_tokens: int = 0) -> Placement:
+        """Slots of chunks [first_chunk, first_chunk + num_chunks), then of `num_draft_tokens` that are never history."""
+        if num_chunks > self.window:
+            raise ValueError(f"a forward of {num_chunks} chunks does not fit the window of {self.window}")
+        if self.policy == "reset" and not self.has_room(first_chunk, num_chunks):
+            raise ValueError(
+                f"window full: {first_chunk} chunks of history and {num_chunks} more exceed {self.max_chunks}; "
+                f"policy 'reset' expects the session to restart first"
+            )
+        writes: list[range] = []
+        for chunk in range(first_chunk, first_chunk + num_chunks):
+            start = self.entry(chunk) * self.chunk_size
+            if writes and writes[-1].stop == start:
+                writes[-1] = range(writes[-1].start, start + self.chunk_size)
+            else:
+                writes.append(range(start, start + self.chunk_size))
+        num_visible = self.num_slots(first_chunk + num_chunks)
+        if num_draft_tokens:
+            writes.append(range(num_visible, num_visible + num_draft_tokens))
+        return Placement(tuple(writes), num_visible + num_draft_tokens)

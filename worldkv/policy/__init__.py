@@ -1,0 +1,1 @@
+"""What stands around the model: cameras, joint states and a prompt in, absolute robot actions out."""

@@ -1,0 +1,198 @@
+"""Checks what a robot sent and reads it: camera frames, joint state, prompt.
+
+What cannot be served raises BadRequest (field, expected, got, what to change). What can be served but is
+probably a mistake, such as a black camera or joints in degrees, becomes a warning. Does not know sessions:
+the caller decides which warnings are news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from worldkv.errors import BadRequest
+from worldkv.policy.embodiment import Camera, Embodiment, Quantity
+from worldkv.policy.transforms import resize_frames
+
+MAX_PROMPT_CHARACTERS = 4096
+_ASPECT_TOLERANCE = 0.01  # relative; 1% forgives sizes that were rounded to even numbers
+_RANGE_MARGIN = 0.05  # of the training range's width
+_GRIPPER_MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class ObservationNames:
+    """Where an embodiment's cameras and state keys stand in an observation."""
+
+    cameras: Mapping[str, str]
+    state: Mapping[str, str]
+    droppable: frozenset[str]  # cameras that training saw as a black screen
+    gripper: str  # the state key that runs from 0, open, to 1, closed
+
+
+# RoboArena's names. Its exterior numbers are one less than the model's, on purpose.
+OBSERVATION_NAMES: Mapping[str, ObservationNames] = MappingProxyType(
+    {
+        "oxe_droid": ObservationNames(
+            cameras={
+                "exterior_image_1_left": "observation/exterior_image_0_left",
+                "exterior_image_2_left": "observation/exterior_image_1_left",
+                "wrist_image_left": "observation/wrist_image_left",
+            },
+            state={
+                "joint_position": "observation/joint_position",
+                "gripper_position": "observation/gripper_position",
+            },
+            droppable=frozenset({"exterior_image_2_left"}),
+            gripper="gripper_position",
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One valid observation.
+
+    `frames`: by camera name, uint8 [num_frames, H, W, 3]; None for a camera that was not sent. `state`: by
+    key, float64 [dim]. `warnings`: subject -> text; the same trouble has the same subject.
+    """
+
+    frames: Mapping[str, np.ndarray | None]
+    num_frames: int
+    state: Mapping[str, np.ndarray]
+    prompt: str
+    warnings: Mapping[str, str]
+
+
+def read_observation(observation: Mapping[str, Any], embodiment: Embodiment, max_frames: int) -> Observation:
+    """The observation, with at most the newest `max_frames` frames per camera. Raises BadRequest."""
+    names = OBSERVATION_NAMES[embodiment.tag]
+    warnings: dict[str, str] = {}
+    stacks: dict[Camera, np.ndarray] = {}
+    for camera in embodiment.cameras:
+        field = names.cameras[camera.name]
+        if observation.get(field) is None and camera.name in names.droppable:
+            warnings[f"{field} missing"] = f"{field} is missing: the model sees a black view in its place"
+        else:
+            stacks[camera] = _frame_stack(_require(observation, field), field, camera)
+    lengths = {names.cameras[camera.name]: len(stack) for camera, stack in stacks.items()}
+    if len(set(lengths.values())) != 1:
+        raise BadRequest(f"cameras: expected the same number of frames from each, got {lengths}")
+
+    frames: dict[str, np.ndarray | None] = dict.fromkeys(names.cameras)
+    for camera, stack in stacks.items():
+        frames[camera.name] = _usable(stack[-max_frames:], names.cameras[camera.name], camera, warnings)
+    state = {
+        quantity.key: _read_state(_require(observation, names.state[quantity.key]), names, quantity, warnings)
+        for quantity in embodiment.state
+    }
+    prompt = _read_prompt(_require(observation, "prompt"))
+    num_frames = min(max_frames, *lengths.values())
+    return Observation(frames, num_frames, state, prompt, warnings)
+
+
+def _require(observation: Mapping[str, Any], field: str) -> Any:
+    value = observation.get(field)
+    if value is None:
+        got = ", ".join(sorted(map(str, observation))) or "none"
+        raise BadRequest(f"{field}: missing; got the fields {got}")
+    return value
+
+
+def _frame_stack(image: Any, field: str, camera: Camera) -> np.ndarray:
+    """uint8 [T, H, W, 3], T at least 1, of any resolution."""
+    size = f"{camera.height}, {camera.width}, 3]"
+    expected = f"uint8 [{size} or [T, {size}"
+    if not isinstance(image, np.ndarray):
+        raise BadRequest(f"{field}: expected an array, {expected}, got {type(image).__name__}")
+    got = f"{image.dtype} {list(image.shape)}"
+    if image.ndim not in (3, 4) or image.shape[-1] != 3:
+        hint = "; move the channels last" if image.ndim in (3, 4) and image.shape[-3] == 3 else ""
+        raise BadRequest(f"{field}: expected {expected}, got {got}{hint}")
+    if image.dtype != np.uint8:
+        hint = "scale [0, 1] by 255 and convert" if image.dtype.kind == "f" else "convert"
+        raise BadRequest(f"{field}: expected {expected}, got {got}; {hint} to uint8")
+    if image.size == 0:
+        raise BadRequest(f"{field}: expected at least one frame, {expected}, got {got}")
+    return image if image.ndim == 4 else image[None]
+
+
+def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, str]) -> np.ndarray:
+    """`frames` at the camera's resolution, resized where the field of view can be the same."""
+    if not frames.any():
+        warnings[f"{field} black"] = f"{field} is all black: is the camera connected?"
+    height, width = frames.shape[1:3]
+    if (height, width) == (camera.height, camera.width):
+        return frames
+    recorded = (height, width) == (camera.recorded_height, camera.recorded_width)
+    aspect_error = abs(width * camera.height / (height * camera.width) - 1)
+    if not recorded and aspect_error > _ASPECT_TOLERANCE:
+        raise BadRequest(
+            f"{field}: expected {camera.height}x{camera.width} (height x width) or a size of that aspect, "
+            f"got {height}x{width}; crop or pad the image, do not stretch it"
+        )
+    warnings[f"{field} resolution"] = (
+        f"{field} is {height}x{width} and is resized to {camera.height}x{camera.width} here; "
+        "send that size to save bandwidth and get the training's pixels"
+    )
+    return resize_frames(frames, camera.height, camera.width)
+
+
+def _read_state(
+    value: Any, names: ObservationNames, quantity: Quantity, warnings: dict[str, str]
+) -> np.ndarray:
+    """float64 [dim], finite."""
+    field = names.state[quantity.key]
+    expected = f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a ragged list
+        raise BadRequest(f"{field}: expected {expected}, got a ragged {type(value).__name__}") from None
+    if array.dtype.kind not in "fiu":
+        raise BadRequest(f"{field}: expected {expected}, got {type(value).__name__} of {array.dtype}")
+    if array.size != quantity.dim or (array.ndim and array.shape[-1] != quantity.dim):
+        raise BadRequest(
+            f"{field}: expected {expected}, got shape {list(array.shape)}; send the newest state only"
+        )
+    numbers = array.astype(np.float64).reshape(quantity.dim)
+    if not np.isfinite(numbers).all():
+        raise BadRequest(f"{field}: expected {expected}, got {numbers.tolist()}")
+    if quantity.key == names.gripper:
+        if not -_GRIPPER_MARGIN <= numbers[0] <= 1 + _GRIPPER_MARGIN:
+            warnings[f"{field} range"] = f"{field} is {numbers[0]:g}: expected 0 (open) to 1 (closed)"
+    elif quantity.training_range is not None:
+        _check_range(numbers, field, *quantity.training_range, warnings)
+    return numbers
+
+
+def _check_range(
+    numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndarray, warnings: dict[str, str]
+) -> None:
+    margin = _RANGE_MARGIN * (high - low)
+    outside = np.flatnonzero((numbers < low - margin) | (numbers > high + margin))
+    if len(outside):
+        first = outside[0]
+        warnings[f"{field} range"] = (
+            f"{field}[{first}] is {numbers[first]:g}; the training data has {low[first]:g} to {high[first]:g}"
+            + (f" ({len(outside)} of {len(numbers)} numbers are outside)" if len(outside) > 1 else "")
+            + ": check units and joint order"
+        )
+
+
+def _read_prompt(value: Any) -> str:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item() if value.size == 1 else value
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="replace")
+    if not isinstance(value, str):
+        raise BadRequest(f"prompt: expected a text, got {type(value).__name__}")
+    if not value.strip():
+        raise BadRequest("prompt: expected an instruction such as 'pick up the red block', got an empty text")
+    if len(value) > MAX_PROMPT_CHARACTERS:
+        raise BadRequest(f"prompt: expected at most {MAX_PROMPT_CHARACTERS} characters, got {len(value)}")
+    return value

@@ -1,0 +1,248 @@
+"""A policy: robot observations in, absolute robot actions out, through an engine that it does not own.
+
+`Policy` holds what all sessions share; everything of a session lives on its `PolicySession`. Knows threads
+and futures; does not know the wire, the network or the cache.
+
+A tick's way: `infer` (caller's thread) -> `_prepare` (policy thread) -> `Engine.submit` -> engine thread
+-> `_finish` (policy thread) -> the future. No thread waits for the engine, and the engine's only hand over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worldkv.errors import EngineStopped, SessionBusy, SessionEnded, SessionNotFound
+from worldkv.models.dreamzero import TickResult
+from worldkv.policy.embodiment import Embodiment
+from worldkv.policy.preparation import FRAMES_PER_TICK, Memory, Preparation, Prepared, Tokenizer
+
+if TYPE_CHECKING:
+    from worldkv.engine.engine import Engine, Health
+    from worldkv.engine.session import Session
+
+_PREPROCESS_THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PolicyReply:
+    """What one tick answers.
+
+    `actions`: float32 [horizon, action_dim], absolute joint positions in radians, then the gripper in 0..1.
+    `timings`: milliseconds: preprocess, queue, encode, commit, denoise, total (from `infer` to the reply).
+    `warnings`: what is probably wrong with the observation, each told once per session.
+    """
+
+    actions: np.ndarray
+    timings: dict[str, float]
+    result: TickResult
+    warnings: tuple[str, ...]
+
+
+class Policy:
+    """Serves one embodiment of one checkpoint. Thread-safe; `close` stops its threads, not the engine."""
+
+    def __init__(self, engine: Engine, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for an embodiment whose robots' observations have no known names."""
+        self.embodiment = embodiment
+        self._engine = engine
+        self._preparation = Preparation(embodiment, tokenizer)
+        self._pool = ThreadPoolExecutor(_PREPROCESS_THREADS, thread_name_prefix="worldkv-policy")
+        self._warm = False
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The six keys that RoboArena clients configure themselves from."""
+        sizes = {(camera.height, camera.width) for camera in self.embodiment.cameras}
+        return {
+            "image_resolution": list(sizes.pop()) if len(sizes) == 1 else None,
+            "needs_wrist_camera": True,
+            "n_external_cameras": 2,
+            "needs_stereo_camera": False,
+            "needs_session_id": True,
+            "action_space": "joint_position",
+        }
+
+    def open_session(self, session_id: str | None = None) -> PolicySession:
+        """A new session with an empty history. Raises AdmissionRefused if there is no room for it."""
+        session_id = session_id or uuid.uuid4().hex
+        engine_session = self._engine.open_session(session_id)
+        return PolicySession(session_id, engine_session, self._engine, self._preparation, self._pool)
+
+    def warm_up(self) -> None:
+        """Run the two kinds of tick that robots ask for (first, later) in a session that is thrown away."""
+        self._engine.warm_up()
+        session = self.open_session()
+        try:
+            for num_frames in (1, FRAMES_PER_TICK):
+                session.infer(self._preparation.synthetic_observation(num_frames)).result()
+        finally:
+            session.close("warm-up done")
+        self._warm = True
+
+    def health(self) -> Health:
+        """The engine's, and not ready before `warm_up` has ended."""
+        health = self._engine.health()
+        return health if self._warm or not health.ready else replace(health, ready=False, reason="warming up")
+
+    def close(self) -> None:
+        """Stop the policy's threads; ticks still in the engine end with EngineStopped. Safe twice."""
+        self._pool.shutdown(wait=True)
+
+
+@dataclass(eq=False)
+class _Tick:
+    """One call of `infer`: its session's `_tick` until it is settled, by its own outcome or by a reset."""
+
+    observation: Mapping[str, Any]
+    future: Future[PolicyReply] = field(default_factory=Future)
+    started: float = field(default_factory=time.perf_counter)
+
+    def milliseconds(self) -> float:
+        return (time.perf_counter() - self.started) * 1e3
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):  # at shutdown two may want to end it
+            self.future.set_exception(error)
+
+
+class PolicySession:
+    """One robot's episode. Thread-safe; one tick at a time.
+
+    A tick that fails, for whatever reason, leaves the session as it was: send the same observation again.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        engine_session: Session,
+        engine: Engine,
+        preparation: Preparation,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        self.session_id = session_id
+        self.engine_session = engine_session
+        self._engine = engine
+        self._preparation = preparation
+        self._pool = pool
+        self._lock = threading.Lock()  # may be held when the engine's is taken, never the other way round
+        self._memory = Memory()
+        self._tick: _Tick | None = None
+        self._closed_for: str | None = None
+
+    def infer(self, observation: Mapping[str, Any]) -> Future[PolicyReply]:
+        """Start a tick and return at once. The arrays of `observation` must not change until it is done.
+
+        `observation`: RoboArena's names; images uint8 [H, W, 3] or [T, H, W, 3], joints [7] in radians, the
+        gripper [1] in 0..1, `prompt`. Raises SessionBusy, SessionNotFound after `close`, EngineStopped. The
+        rest arrives in the future: BadRequest, SessionEnded (reset or closed meanwhile), the engine's errors.
+        """
+        tick = _Tick(dict(observation))
+        tick.future.set_running_or_notify_cancel()  # a caller cannot cancel; reset and close do
+        with self._lock:
+            self._require_open()
+            if self._tick is not None:
+                raise SessionBusy(f"session {self.session_id} has a tick in flight; wait for its reply")
+            try:
+                self._pool.submit(self._prepare, tick, self._memory)
+            except RuntimeError:  # the pool's way to say that it is shut down
+                raise EngineStopped("the policy is closed") from None
+            self._tick = tick
+        return tick.future
+
+    def reset(self) -> None:
+        """Forget all frames; the next tick starts a new window. A tick in flight ends with SessionEnded."""
+        with self._ending_tick("was reset"):
+            self._require_open()
+            self._memory = replace(self._memory, views=())
+            self._engine.reset(self.engine_session)
+
+    def close(self, reason: str) -> None:
+        """End the session and give its cache back. Safe to call twice; the first reason stands."""
+        with self._ending_tick(f"was closed: {reason}"):
+            if self._closed_for is None:
+                self._closed_for = reason
+                self._memory = Memory()
+                self._engine.close(self.engine_session, reason)
+
+    @contextmanager
+    def _ending_tick(self, how: str) -> Iterator[None]:
+        """The lock, held without a tick in flight; the future of one that was fails once the lock is free.
+
+        The engine is told inside the lock, so that it cannot take a later tick for the one to cancel.
+        """
+        tick = None
+        try:
+            with self._lock:
+                tick, self._tick = self._tick, None
+                yield
+        finally:
+            if tick is not None:
+                tick.fail(SessionEnded(f"session {self.session_id} {how}, during this tick"))
+
+    def _require_open(self) -> None:
+        if self._closed_for is not None:
+            raise SessionNotFound(f"session {self.session_id} is closed ({self._closed_for}); open a new one")
+
+    def _prepare(self, tick: _Tick, memory: Memory) -> None:
+        """Policy thread: observation to inputs, then over to the engine."""
+        try:
+            prepared = self._preparation.prepare(tick.observation, memory)
+            with self._lock:
+                if self._tick is not tick:  # reset or closed meanwhile
+                    return
+                preprocess = tick.milliseconds()
+                engine_future = self._engine.submit(self.engine_session, prepared.inputs)
+        except Exception as error:
+            self._settle(tick, error)
+        else:
+            engine_future.add_done_callback(lambda done: self._hand_over(tick, prepared, preprocess, done))
+
+    def _hand_over(
+        self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]
+    ) -> None:
+        """Engine thread, perhaps with its locks held: only pass the result on."""
+        try:
+            self._pool.submit(self._finish, tick, prepared, preprocess, engine_future)
+        except RuntimeError:  # the pool is shut down; no lock may be taken here
+            tick.fail(EngineStopped("the policy was closed before this tick was done"))
+
+    def _finish(
+        self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]
+    ) -> None:
+        """Policy thread: the model's actions to robot actions."""
+        try:
+            result = engine_future.result()
+            actions = self._preparation.robot_actions(result.actions, prepared.state)
+        except CancelledError:
+            self._settle(tick, SessionEnded(f"session {self.session_id}: the engine cancelled this tick"))
+        except Exception as error:
+            self._settle(tick, error)
+        else:
+            timings = {"preprocess": preprocess, **result.timings, "total": tick.milliseconds()}
+            self._settle(tick, PolicyReply(actions, timings, result, prepared.warnings), prepared.memory)
+
+    def _settle(self, tick: _Tick, outcome: PolicyReply | Exception, memory: Memory | None = None) -> None:
+        """End the tick, unless a reset or close has done so; `memory` becomes the session's."""
+        with self._lock:
+            if self._tick is not tick:
+                return
+            self._tick = None  # before the future is set: its receiver may send the next observation at once
+            self._memory = memory or self._memory
+        if isinstance(outcome, PolicyReply):
+            for warning in outcome.warnings:
+                logger.warning("session %s: %s", self.session_id, warning)
+            tick.future.set_result(outcome)
+        else:
+            tick.fail(outcome)

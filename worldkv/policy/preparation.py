@@ -1,0 +1,162 @@
+"""From an observation and what its session remembers to a tick's inputs; from its result to robot actions.
+
+Keeps nothing of a session itself: `Memory` goes in, the next `Memory` comes out, and the session decides
+whether the tick succeeded. Does not know threads or the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from worldkv.errors import WorldKVError
+from worldkv.models.dreamzero import TickInputs
+from worldkv.policy.embodiment import Embodiment
+from worldkv.policy.observation import OBSERVATION_NAMES, Observation, read_observation
+from worldkv.policy.transforms import (
+    absolute_actions,
+    format_prompt,
+    normalise_state,
+    prepare_view,
+    tile_views,
+)
+
+FRAMES_PER_TICK = 4  # of each camera, in every tick but the first after an opening or a reset, which has one
+
+
+class Tokenizer(Protocol):
+    """Text to (token ids, attention mask), integers [1, text_len] each."""
+
+    def encode(self, text: str) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An instruction and its tokens, int64 [1, text_len] each."""
+
+    text: str
+    token_ids: np.ndarray
+    attention_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a session remembers between ticks. Replaced whole when a tick has succeeded, never changed.
+
+    `views`: per camera the newest frames, uint8 [1..FRAMES_PER_TICK, h, w, 3]; none before the first tick.
+    `warned`: subjects of the warnings already given.
+    """
+
+    views: tuple[np.ndarray, ...] = ()
+    prompt: Prompt | None = None
+    warned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An observation, ready for the engine. `memory`: the session's, should the tick succeed."""
+
+    inputs: TickInputs
+    state: Mapping[str, np.ndarray]
+    warnings: tuple[str, ...]
+    memory: Memory
+
+
+class Preparation:
+    """The part of a policy that computes. Thread-safe."""
+
+    def __init__(self, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for an embodiment whose robots' observations have no known names."""
+        names = OBSERVATION_NAMES.get(embodiment.tag)
+        if names is None:
+            raise ValueError(
+                f"embodiment: expected one that can be served ({', '.join(OBSERVATION_NAMES)}), "
+                f"got {embodiment.tag!r}"
+            )
+        unknown = [camera.name for camera in embodiment.cameras if camera.name not in names.cameras]
+        unknown += [quantity.key for quantity in embodiment.state if quantity.key not in names.state]
+        if unknown:
+            raise ValueError(f"embodiment {embodiment.tag!r}: no observation field is known for {unknown}")
+        self.embodiment = embodiment
+        self._names = names
+        self._tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
+
+    def prepare(self, raw: Mapping[str, Any], memory: Memory) -> Prepared:
+        """`raw`: RoboArena's field names. Raises BadRequest."""
+        observation = read_observation(raw, self.embodiment, FRAMES_PER_TICK)
+        warnings = dict(observation.warnings)
+        if memory.views and observation.num_frames == 1:
+            warnings["one frame"] = (
+                f"one new frame in a tick: the model expects {FRAMES_PER_TICK}, spread over the "
+                f"{self.embodiment.action_horizon} steps since the last tick; its clock may run ahead"
+            )
+        prompt = memory.prompt
+        if prompt is None or prompt.text != observation.prompt:
+            prompt = self._encode(observation.prompt)
+        views = self._extended_views(observation, memory.views)
+        inputs = TickInputs(
+            frames=self._tick_frames(views, first=not memory.views),
+            state=normalise_state(observation.state, self.embodiment),
+            token_ids=prompt.token_ids,
+            attention_mask=prompt.attention_mask,
+        )
+        return Prepared(
+            inputs=inputs,
+            state=observation.state,
+            warnings=tuple(text for subject, text in warnings.items() if subject not in memory.warned),
+            memory=Memory(views, prompt, memory.warned | warnings.keys()),
+        )
+
+    def robot_actions(self, actions: np.ndarray, state: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Normalised [horizon, >= action_dim] to absolute float32 [horizon, action_dim], finite.
+
+        Raises WorldKVError instead of returning a number that a robot must not be given.
+        """
+        absolute = absolute_actions(actions, state, self.embodiment)
+        if not np.isfinite(absolute).all():
+            raise WorldKVError("the model returned actions that are not finite; none is sent to the robot")
+        return absolute.astype(np.float32)
+
+    def synthetic_observation(self, num_frames: int) -> dict[str, Any]:
+        """Grey cameras and a state from the middle of the training data, for warming up."""
+        observation: dict[str, Any] = {"prompt": "warm up"}
+        for camera in self.embodiment.cameras:
+            shape = (num_frames, camera.height, camera.width, 3)
+            observation[self._names.cameras[camera.name]] = np.full(shape, 127, np.uint8)
+        for quantity in self.embodiment.state:
+            low, high = quantity.training_range or (np.zeros(quantity.dim), np.zeros(quantity.dim))
+            observation[self._names.state[quantity.key]] = (low + high) / 2
+        return observation
+
+    def _extended_views(
+        self, observation: Observation, views: tuple[np.ndarray, ...]
+    ) -> tuple[np.ndarray, ...]:
+        """`views` and the new frames, the newest FRAMES_PER_TICK of each; a missing camera is black."""
+        shape = (observation.num_frames, self.embodiment.view_height, self.embodiment.view_width, 3)
+        extended = []
+        for index, camera in enumerate(self.embodiment.cameras):
+            frames = observation.frames[camera.name]
+            view = np.zeros(shape, np.uint8) if frames is None else prepare_view(frames, self.embodiment)
+            known = [views[index]] if views else []
+            extended.append(np.concatenate([*known, view])[-FRAMES_PER_TICK:])
+        return tuple(extended)
+
+    def _tick_frames(self, views: tuple[np.ndarray, ...], *, first: bool) -> np.ndarray:
+        """The tiled sequence of one tick: uint8 [1, H, W, 3] at first, then [FRAMES_PER_TICK, H, W, 3]."""
+        if first:
+            return tile_views([view[-1:] for view in views], self.embodiment.layout)
+        missing = FRAMES_PER_TICK - len(views[0])
+        padded = [np.concatenate([np.repeat(view[:1], missing, axis=0), view]) for view in views]
+        return tile_views(padded, self.embodiment.layout)
+
+    def _encode(self, text: str) -> Prompt:
+        with self._tokenizer_lock:  # fast tokenizers do not bear concurrent calls that set padding
+            ids, mask = self._tokenizer.encode(format_prompt(text, self.embodiment.prompt_template))
+        token_ids, attention_mask = np.asarray(ids, np.int64), np.asarray(mask, np.int64)
+        assert token_ids.shape == attention_mask.shape == (1, self.embodiment.text_len), token_ids.shape
+        return Prompt(text, token_ids, attention_mask)

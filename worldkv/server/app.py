@@ -1,0 +1,65 @@
+"""The ASGI app: any path upgrades to a robot's websocket; `GET /healthz` and `GET /metrics`.
+
+Does not know which web server runs it. That must let messages of twice `max_message_bytes` through, so that
+one too long is refused with a reason, and must run lifespan events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from worldkv.server.config import ServerConfig
+from worldkv.server.connection import Connection
+from worldkv.server.metrics import CONTENT_TYPE
+from worldkv.server.service import PolicyService
+
+if TYPE_CHECKING:
+    from worldkv.policy.policy import Policy
+
+_DRAIN_S = 5.0
+
+
+def create_app(policy: Policy, config: ServerConfig) -> Starlette:
+    """Serves `policy`, which the caller keeps owning. `app.state.service` is the app's PolicyService."""
+    service = PolicyService(policy, config)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.drain(_DRAIN_S)
+            await service.stop()
+
+    async def robot(websocket: WebSocket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        service.connections.add(task)
+        try:
+            await Connection(websocket, service).run()
+        finally:
+            service.connections.discard(task)
+
+    async def healthz(_: Request) -> Response:
+        reason = await service.why_not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "unready", "reason": reason}, status_code=503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    routes = [Route("/healthz", healthz), Route("/metrics", metrics), WebSocketRoute("/{path:path}", robot)]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.service = service
+    return app

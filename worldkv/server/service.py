@@ -1,0 +1,121 @@
+"""What all connections of one app share: the policy, its sessions, whether it is ready or shuts down.
+
+Does not know websockets or HTTP. Does not own the policy: who made it closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from worldkv.errors import EngineStopped
+from worldkv.server.config import ServerConfig
+from worldkv.server.metrics import Metrics
+from worldkv.server.sessions import EndReason, SessionTable
+from worldkv.wire import pack
+
+if TYPE_CHECKING:
+    from worldkv.policy.policy import Policy
+
+_THREADS = 4  # for opening, resetting and closing sessions: short work that may wait for a lock
+_HEALTH_TIMEOUT_S = 2.0
+_SHUTDOWN_TEXT = "the server is shutting down"
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyService:
+    """One app's. `start`, `drain` and `stop` run on its event loop."""
+
+    closing: asyncio.Future[None]  # done once no new request is served
+
+    def __init__(self, policy: Policy, config: ServerConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.connections: set[asyncio.Task[None]] = set()
+        self.warm_up_error: Exception | None = None
+        self._policy = policy
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
+        self.sessions = SessionTable(policy, config, self.metrics, self._threads)
+
+    @property
+    def greeting(self) -> bytes:
+        """The first message of every connection."""
+        return pack(self._policy.metadata)
+
+    @property
+    def draining(self) -> bool:
+        return self.closing.done()
+
+    def start(self) -> None:
+        """Begin to warm the policy up, in the background."""
+        loop = asyncio.get_running_loop()
+        self.closing = loop.create_future()
+        self._warm: asyncio.Future[None] = loop.create_future()  # done when warm-up has ended, well or not
+        self._sweeper = loop.create_task(self.sessions.sweep_for_ever())
+        threading.Thread(target=self._warm_up, args=(loop,), name="worldkv-warm-up", daemon=True).start()
+
+    async def until_ready(self) -> None:
+        """Wait for the end of warm-up. Raises EngineStopped if it failed, or if the server shuts down."""
+        await asyncio.wait({self._warm, self.closing}, return_when=asyncio.FIRST_COMPLETED)
+        if self.draining:
+            raise EngineStopped(_SHUTDOWN_TEXT)
+        if self.warm_up_error is not None:
+            raise EngineStopped("warm-up failed; the server's log says why")
+
+    async def why_not_ready(self) -> str | None:
+        """None: ready for robots."""
+        if self.draining:
+            return _SHUTDOWN_TEXT
+        if not self._warm.done():
+            return "warming up"
+        if self.warm_up_error is not None:
+            return f"warm-up failed: {type(self.warm_up_error).__name__}; the server's log says more"
+        loop = asyncio.get_running_loop()
+        try:
+            check = loop.run_in_executor(self._threads, self._policy.health)
+            health = await asyncio.wait_for(check, _HEALTH_TIMEOUT_S)
+        except TimeoutError:
+            return f"the engine did not answer within {_HEALTH_TIMEOUT_S:g} s"
+        return None if health.ready else health.reason
+
+    async def drain(self, limit_s: float) -> None:
+        """Serve no new request, let the ticks in flight end, close all connections and sessions."""
+        if not self.closing.done():
+            self.closing.set_result(None)
+            self.metrics.ready.set(0)
+        await self._connections_end(limit_s)
+        await self.sessions.end_all(EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
+        await self._connections_end(limit_s)
+
+    async def stop(self) -> None:
+        """After `drain`: end what still runs in the background."""
+        self._sweeper.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _connections_end(self, limit_s: float) -> None:
+        if self.connections:
+            await asyncio.wait(self.connections, timeout=limit_s)
+
+    def _warm_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread of its own: it may take minutes."""
+        error = None
+        try:
+            self._policy.warm_up()
+        except Exception as caught:
+            error = caught
+        with suppress(RuntimeError):  # the server has stopped meanwhile
+            loop.call_soon_threadsafe(self._end_warm_up, error)
+
+    def _end_warm_up(self, error: Exception | None) -> None:
+        self.warm_up_error = error
+        self._warm.set_result(None)
+        if error is not None:
+            logger.error("warm-up failed", exc_info=error)
+        elif not self.draining:
+            self.metrics.ready.set(1)
+            logger.info("ready")

@@ -1,0 +1,254 @@
+"""Which policy sessions are open, who uses them, and when they end.
+
+A session is named by its client (RoboArena's `session_id`) or private to one connection. A named one outlives
+its last socket for a grace time; any ends when idle for long. Whatever ends a session leaves its id behind
+with the reason, so that the next request with that id is told, once, instead of starting an empty history.
+
+Lives on the event loop; whatever of the policy may block runs on the threads it is given. Does not know
+websockets or messages: a connection is any object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+from worldkv.errors import AdmissionRefused, EngineStopped, SessionNotFound
+from worldkv.server.config import ServerConfig
+from worldkv.server.metrics import Metrics
+from worldkv.wire import InferRequest
+
+if TYPE_CHECKING:
+    from worldkv.policy.policy import Policy, PolicySession
+
+_REMEMBERED_ENDS = 4096
+_LONGEST_SWEEP_PERIOD_S = 5.0
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+class EndReason(StrEnum):
+    IDLE = "idle"
+    GRACE_OVER = "grace_over"
+    CONNECTION_CLOSED = "connection_closed"
+    MADE_ROOM = "made_room"  # a session without a history; nothing is lost
+    FAILED = "failed"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(eq=False)
+class Entry:
+    """One open session."""
+
+    session_id: str
+    session: PolicySession
+    named: bool
+    last_used: float  # event loop's clock
+    connections: set[object] = field(default_factory=set)
+    orphaned_since: float | None = None
+    uses: int = 0  # requests being served
+    has_history: bool = False  # since it was opened or reset
+    prompt: object = None
+
+
+@dataclass(frozen=True)
+class _End:
+    text: str
+    last_used: float
+
+
+class SessionTable:
+    """All sessions of one app."""
+
+    def __init__(self, policy: Policy, config: ServerConfig, metrics: Metrics, threads: Executor) -> None:
+        self._policy = policy
+        self._config = config
+        self._metrics = metrics
+        self._threads = threads
+        self._entries: dict[str, Entry] = {}
+        self._ended: OrderedDict[str, _End] = OrderedDict()
+        self._lock = asyncio.Lock()  # one opening or closing at a time, in the order they were asked for
+        self._closed = False
+
+    @asynccontextmanager
+    async def use(self, session_id: str, connection: object, request: InferRequest) -> AsyncIterator[Entry]:
+        """The session that `request` is for, opened if new, its history dropped if a rule says so.
+
+        It cannot expire inside the `with`. Raises SessionNotFound, once, for an id whose session has ended;
+        AdmissionRefused.
+        """
+        entry = self._entries.get(session_id)
+        if entry is None:
+            self._refuse_silent_restart(session_id, request)
+            entry = await self._open(session_id, named=request.session_id is not None)
+        reason = self._restart_reason(entry, request)
+        entry.connections.add(connection)
+        entry.orphaned_since = None
+        entry.prompt = request.observation.get("prompt")
+        entry.uses += 1
+        try:
+            if reason is not None:
+                logger.info("session %s starts afresh: %s", session_id, reason)
+                await self._reset(entry)
+            yield entry
+        except SessionNotFound as error:  # the engine has ended it
+            await self.end(entry, EndReason.FAILED, str(error))
+            self._ended.pop(session_id, None)  # its client is being told right now
+            raise
+        finally:
+            entry.uses -= 1
+            entry.last_used = self._now()
+
+    async def reset(self, session_id: str) -> None:
+        """Drop a session's history. An id that is not open has none: its next tick is its first."""
+        self._ended.pop(session_id, None)
+        entry = self._entries.get(session_id)
+        if entry is not None:
+            entry.last_used = self._now()
+            await self._reset(entry)
+
+    async def detach(self, connection: object) -> None:
+        """`connection` is gone: its private session ends, the named ones wait for another."""
+        for entry in [entry for entry in self._entries.values() if connection in entry.connections]:
+            entry.connections.discard(connection)
+            if not entry.named:
+                await self.end(entry, EndReason.CONNECTION_CLOSED, "its connection was closed")
+            elif not entry.connections:
+                entry.orphaned_since = self._now()
+
+    async def end(self, entry: Entry, reason: EndReason, text: str) -> None:
+        """Close a session; `text` continues "the session has ended: ". Safe twice."""
+        if self._entries.get(entry.session_id) is not entry:
+            return
+        self._forget(entry, reason, text)
+        if reason is not EndReason.CONNECTION_CLOSED:
+            self._ended[entry.session_id] = _End(text, entry.last_used)
+            while len(self._ended) > _REMEMBERED_ENDS:
+                self._ended.popitem(last=False)
+        async with self._lock:
+            await self._close(entry, text)
+
+    async def end_all(self, reason: EndReason, text: str) -> None:
+        """End every session and open no other one."""
+        self._closed = True
+        for entry in list(self._entries.values()):
+            await self.end(entry, reason, text)
+
+    async def sweep_for_ever(self) -> None:
+        shortest = min(self._config.session_grace_s, self._config.session_idle_s)
+        period = min(max(shortest / 4, 0.02), _LONGEST_SWEEP_PERIOD_S)
+        while True:
+            await asyncio.sleep(period)
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        now, grace, idle = self._now(), self._config.session_grace_s, self._config.session_idle_s
+        for entry in list(self._entries.values()):
+            if entry.uses:
+                continue
+            if entry.orphaned_since is not None and now - entry.orphaned_since > grace:
+                text = f"its connection was lost and nobody resumed it within {grace:g} s"
+                await self.end(entry, EndReason.GRACE_OVER, text)
+            elif now - entry.last_used > idle:
+                await self.end(entry, EndReason.IDLE, f"it had no request for {idle:g} s")
+
+    def _refuse_silent_restart(self, session_id: str, request: InferRequest) -> None:
+        end = self._ended.pop(session_id, None)
+        gap = self._config.episode_gap_s
+        if request.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
+            return
+        if end is not None:
+            raise SessionNotFound(
+                f"session {session_id} has ended: {end.text}; the next request for it starts a new history"
+            )
+        if request.resume:
+            raise SessionNotFound(
+                f"session {session_id} is not known here (was the server restarted?); a request without "
+                "`resume` starts a new history"
+            )
+
+    def _restart_reason(self, entry: Entry, request: InferRequest) -> str | None:
+        """Why this request begins an episode; None: it goes on, or there is nothing to forget."""
+        silent_for, gap = self._now() - entry.last_used, self._config.episode_gap_s
+        if not entry.has_history:
+            return None
+        if request.restart:
+            return "the request says so"
+        if gap is not None and silent_for > gap and not entry.uses:
+            return f"{silent_for:.1f} s without a request"
+        if not entry.named and _differ(entry.prompt, request.observation.get("prompt")):
+            return "another prompt"
+        return None
+
+    async def _open(self, session_id: str, *, named: bool) -> Entry:
+        async with self._lock:
+            entry = self._entries.get(session_id)
+            if entry is not None:  # another socket was first
+                return entry
+            if self._closed:
+                raise EngineStopped("the server is shutting down")
+            try:
+                session = await self._in_thread(self._policy.open_session, session_id)
+            except AdmissionRefused as refused:
+                if not await self._make_room():
+                    raise self._with_retry_time(refused) from refused
+                session = await self._in_thread(self._policy.open_session, session_id)
+            entry = Entry(session_id, session, named, last_used=self._now())
+            self._entries[session_id] = entry
+            self._metrics.sessions.set(len(self._entries))
+            logger.info("session %s opened", session_id)
+            return entry
+
+    async def _make_room(self) -> bool:
+        """Close the sessions that hold a place but no history: opening them again is the same."""
+        empty = [entry for entry in self._entries.values() if not entry.has_history and not entry.uses]
+        for entry in empty:
+            self._forget(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
+            await self._close(entry, EndReason.MADE_ROOM)
+        return bool(empty)
+
+    def _with_retry_time(self, refused: AdmissionRefused) -> AdmissionRefused:
+        """The refusal with the time until the next abandoned session ends, unless the engine knew better."""
+        if refused.retry_after_ms is not None:
+            return refused
+        orphaned = [
+            entry.orphaned_since for entry in self._entries.values() if entry.orphaned_since is not None
+        ]
+        wait_s = min(orphaned, default=self._now()) + self._config.session_grace_s - self._now()
+        return AdmissionRefused(str(refused), retry_after_ms=max(0, round(1e3 * wait_s)))
+
+    async def _reset(self, entry: Entry) -> None:
+        if entry.has_history:
+            entry.has_history = False
+            await self._in_thread(entry.session.reset)
+
+    def _forget(self, entry: Entry, reason: EndReason, text: str) -> None:
+        del self._entries[entry.session_id]
+        self._metrics.sessions.set(len(self._entries))
+        self._metrics.sessions_ended.labels(reason.value).inc()
+        logger.info("session %s ended (%s): %s", entry.session_id, reason.value, text)
+
+    async def _close(self, entry: Entry, text: str) -> None:
+        try:
+            await self._in_thread(entry.session.close, text)
+        except Exception:
+            logger.exception("session %s did not close", entry.session_id)
+
+    async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _differ(old: object, new: object) -> bool:
+    return isinstance(old, str) and isinstance(new, str) and old != new
