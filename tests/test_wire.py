@@ -197,15 +197,11 @@ class TestHostileMessages:
 
     @pytest.mark.parametrize("fields", BAD_SCALARS.values(), ids=BAD_SCALARS)
     def test_a_bad_scalar_is_refused(self, fields: dict[str, Any]) -> None:
-        with pytest.raises(
-            BadRequest, match=r"^(numpy scalar: expected a value for|array: expected a dtype)"
-        ):
+        with pytest.raises(BadRequest, match=r"^(numpy scalar: expected a value for|array: expected a dtype)"):
             unpack(msgpack.packb({b"__npgeneric__": True} | fields), max_bytes=MAX)
 
     def test_a_float_that_does_not_fit_becomes_infinite_without_a_warning(self) -> None:
-        scalar = unpack(
-            msgpack.packb({b"__npgeneric__": True, b"data": 1e300, b"dtype": "<f2"}), max_bytes=MAX
-        )
+        scalar = unpack(msgpack.packb({b"__npgeneric__": True, b"data": 1e300, b"dtype": "<f2"}), max_bytes=MAX)
         assert np.isinf(scalar)
 
     def test_a_message_over_the_limit_is_refused_before_it_is_read(self) -> None:
@@ -257,9 +253,7 @@ class TestHostileMessages:
     @settings(suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def test_damaged_messages_raise_nothing_but_bad_request(self, data: st.DataObject) -> None:
-        whole = bytearray(
-            pack(VALUES["map"] | VALUES["nested"] | {"s": VALUES["str array"], "x": np.int8(1)})
-        )
+        whole = bytearray(pack(VALUES["map"] | VALUES["nested"] | {"s": VALUES["str array"], "x": np.int8(1)}))
         for _ in range(data.draw(st.integers(1, 4))):
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
         unpack_and_parse(bytes(whole[: data.draw(st.integers(0, len(whole)))]))
@@ -270,9 +264,7 @@ class TestHostileMessages:
             st.sampled_from(["__ndarray__", "__npgeneric__", "data", "dtype", "shape"]).map(str.encode),
             st.one_of(
                 st.just(True),
-                st.sampled_from(
-                    ["<f4", "|u1", "|S3", "<U2", "<M8[s]", "<m8", "|b1", "<f16", "|O", "<f2,<i4"]
-                ),
+                st.sampled_from(["<f4", "|u1", "|S3", "<U2", "<M8[s]", "<m8", "|b1", "<f16", "|O", "<f2,<i4"]),
                 st.text(max_size=6),
                 st.binary(max_size=24),
                 st.integers(-(2**63), 2**64 - 1),
@@ -284,17 +276,13 @@ class TestHostileMessages:
     )
     def test_array_maps_with_any_fields_raise_nothing_but_bad_request(self, fields: dict[bytes, Any]) -> None:
         unpack_and_parse(msgpack.packb(fields))
-        unpack_and_parse(
-            msgpack.packb({b"__npgeneric__": True} | {k: fields[k] for k in fields if b"__" not in k})
-        )
+        unpack_and_parse(msgpack.packb({b"__npgeneric__": True} | {k: fields[k] for k in fields if b"__" not in k}))
 
     @given(
         st.dictionaries(
             st.sampled_from(["endpoint", "session_id", "sequence", "reset", "resume", "prompt"]),
             st.one_of(
-                st.sampled_from(
-                    ["infer", "reset", True, np.array([3]), np.zeros((2, 2)), np.int8(3), b"\xff"]
-                ),
+                st.sampled_from(["infer", "reset", True, np.array([3]), np.zeros((2, 2)), np.int8(3), b"\xff"]),
                 st.text(max_size=5),
                 st.integers(-(2**63), 2**64 - 1),
                 st.lists(st.none(), max_size=2),
@@ -424,9 +412,7 @@ class TestReplies:
         )
 
     def test_an_unexpected_error_s_text_tells_nothing_of_the_inside(self) -> None:
-        assert (
-            error_text(KeyError("secret"), "1f") == "internal: the server failed on this request [error 1f]"
-        )
+        assert error_text(KeyError("secret"), "1f") == "internal: the server failed on this request [error 1f]"
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,10 @@ class PolicyClient:
         if dialect not in tuple(Dialect):
             raise ValueError(f"dialect: expected one of {', '.join(Dialect)}, got {dialect!r}")
         if timeout <= 0 or connect_wait < 0:
-            raise ValueError(
-                f"timeout and connect_wait: expected seconds > 0 and >= 0, got {timeout}, {connect_wait}"
-            )
+            raise ValueError(f"timeout and connect_wait: expected seconds > 0 and >= 0, got {timeout}, {connect_wait}")
         self.dialect = Dialect(dialect)
         if session_id is not None and self.dialect is Dialect.OPENPI:
-            raise ValueError(
-                "session_id: expected None, since in openpi's dialect the connection is the session"
-            )
+            raise ValueError("session_id: expected None, since in openpi's dialect the connection is the session")
         self.session_id = uuid.uuid4().hex if session_id is None else normalise_session_id(session_id)
         self.uri = _uri(host, port)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None

@@ -170,9 +170,7 @@ class _Budget:
     def _spend(self, num_values: int) -> None:
         self._left -= num_values
         if self._left < 0:
-            raise BadRequest(
-                f"message: more than {_MAX_VALUES} values in lists and maps; send numbers as arrays"
-            )
+            raise BadRequest(f"message: more than {_MAX_VALUES} values in lists and maps; send numbers as arrays")
 
 
 def _decode_array(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
@@ -338,9 +336,7 @@ def normalise_session_id(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise BadRequest(
-            f"session_id: expected a str, bytes, an int or an array of one of these, got {_short(value)}"
-        )
+        raise BadRequest(f"session_id: expected a str, bytes, an int or an array of one of these, got {_short(value)}")
     if not 0 < len(value) <= MAX_SESSION_ID_CHARACTERS or not value.isprintable():
         raise BadRequest(
             f"session_id: expected 1 to {MAX_SESSION_ID_CHARACTERS} printable characters, got {_short(value)}"

@@ -73,9 +73,7 @@ def test_the_stock_openpi_client_is_served_in_roboarena_s_dialect(stock_client: 
 @stock
 def test_the_stock_openpi_client_reads_an_error_as_an_error(stock_client: Any) -> None:
     with pytest.raises(RuntimeError, match="bad_request: observation/wrist_image_left: missing"):
-        stock_client.infer(
-            {EXTERIOR_0.replace("_0_", "_1_"): np.zeros((4, 6, 3), np.uint8), "prompt": "pick"}
-        )
+        stock_client.infer({EXTERIOR_0.replace("_0_", "_1_"): np.zeros((4, 6, 3), np.uint8), "prompt": "pick"})
 
 
 def test_a_roboarena_reply_is_a_bare_array_and_its_reset_a_text(server: PolicyServer) -> None:
@@ -147,9 +145,7 @@ def test_requests_sent_ahead_are_answered_in_order(server: PolicyServer) -> None
 
 def test_another_prompt_starts_a_connection_s_session_afresh(server: PolicyServer) -> None:
     with raw_client(server.port) as ws:
-        ticks = [
-            told(ask(ws, openpi_observation(prompt))["actions"])[0] for prompt in ("a", "a", "b", "b", "a")
-        ]
+        ticks = [told(ask(ws, openpi_observation(prompt))["actions"])[0] for prompt in ("a", "a", "b", "b", "a")]
         assert ticks == [1, 2, 1, 2, 1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,31 @@ def test_the_port_is_known_once_it_listens() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_run_in_good_order_and_control_returns(number: signal.Signals) -> None:
+    with server_process() as (process, port):
+        with raw_client(port) as ws:
+            ask(ws, infer_message("robot"))
+            process.send_signal(number)
+            assert goodbye(ws)[0] == CloseCode.GOING_AWAY
+        assert process.communicate(timeout=10) == ("cleaned up after 1 session\n", "")
+        assert process.returncode == 0
+
+
+def test_a_second_interrupt_ends_the_tick_in_flight_and_its_client_is_told() -> None:
+    with server_process() as (process, port):
+        with raw_client(port) as ws:
+            ws.send(pack(infer_message("robot", "slow")))
+            eventually(lambda: "worldkv_sessions 1.0" in http_get(port, "/metrics")[1])
+            process.send_signal(signal.SIGINT)
+            eventually(lambda: http_get(port, "/healthz")[0] == 503)
+            process.send_signal(signal.SIGINT)
+            assert "session robot was closed: the server is shutting down, during this tick" in receive(ws)
+        assert process.communicate(timeout=10)[0] == "cleaned up after 1 session\n"
+        assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server in a process of its own, and its port."""
     script = """
         from server_fakes import FakePolicy
         from worldkv.server.policy_server import PolicyServer, ServerConfig
@@ -203,18 +230,18 @@ def test_a_signal_ends_run_in_good_order_and_control_returns(number: signal.Sign
         print("cleaned up after", len(policy.closed), "session", flush=True)
     """
     tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
     ) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        with raw_client(port) as ws:
-            ask(ws, infer_message("robot"))
-            process.send_signal(number)
-            assert goodbye(ws)[0] == CloseCode.GOING_AWAY
-        assert process.stdout.read() == "cleaned up after 1 session\n"
-        assert process.wait(10) == 0
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 def test_any_path_upgrades_even_that_of_health() -> None:

@@ -65,9 +65,7 @@ def test_a_client_that_leaves_during_a_tick_ends_its_session_at_once() -> None:
             assert policy.arrived.acquire(timeout=5)
         eventually(lambda: not policy.live)
         assert not policy.release.is_set()
-        eventually(
-            lambda: 'dialect="openpi",outcome="abandoned"} 1.0' in http_get(server.port, "/metrics")[1]
-        )
+        eventually(lambda: 'dialect="openpi",outcome="abandoned"} 1.0' in http_get(server.port, "/metrics")[1])
 
 
 def test_a_named_session_is_resumed_on_another_socket() -> None:
@@ -134,9 +132,7 @@ def test_resuming_a_session_that_nobody_knows_is_refused() -> None:
         assert (code, "was the server restarted?" in text) == (CloseCode.SESSION_NOT_FOUND, True)
 
 
-@pytest.mark.parametrize(
-    "message", [openpi_observation(), infer_message("robot")], ids=["openpi", "roboarena"]
-)
+@pytest.mark.parametrize("message", [openpi_observation(), infer_message("robot")], ids=["openpi", "roboarena"])
 def test_an_idle_session_ends_and_its_client_is_told(message: dict[str, Any]) -> None:
     policy = FakePolicy()
     with serving(policy, session_idle_s=0.15) as server, raw_client(server.port) as ws:
@@ -156,9 +152,7 @@ def test_a_session_is_not_idle_while_its_tick_runs() -> None:
         assert told(receive(ws))[0] == 1
 
 
-@pytest.mark.parametrize(
-    "message", [openpi_observation(), infer_message("robot")], ids=["openpi", "roboarena"]
-)
+@pytest.mark.parametrize("message", [openpi_observation(), infer_message("robot")], ids=["openpi", "roboarena"])
 @pytest.mark.parametrize("idle_s", [60.0, 0.1], ids=["still open", "idle meanwhile"])
 def test_a_pause_longer_than_the_gap_begins_an_episode(message: dict[str, Any], idle_s: float) -> None:
     def ticks(ws: ClientConnection) -> int:
@@ -213,17 +207,14 @@ def test_two_sockets_that_bring_the_same_new_id_share_one_session() -> None:
     policy = FakePolicy()
     with serving(policy) as server, raw_client(server.port) as first, raw_client(server.port) as second:
         threads = [
-            threading.Thread(target=ws.send, args=(pack(infer_message("new", "slow")),))
-            for ws in (first, second)
+            threading.Thread(target=ws.send, args=(pack(infer_message("new", "slow")),)) for ws in (first, second)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert policy.arrived.acquire(timeout=5)
-        eventually(
-            lambda: 'worldkv_errors_total{code="session_busy"} 1.0' in http_get(server.port, "/metrics")[1]
-        )
+        eventually(lambda: 'worldkv_errors_total{code="session_busy"} 1.0' in http_get(server.port, "/metrics")[1])
         assert list(policy.live) == ["new"]
 
 

@@ -138,9 +138,7 @@ def load_module(
     """
     targets: dict[TensorSource, list[str]] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-    assert shapes.keys() == names.keys(), (
-        f"names and module differ: {sorted(shapes.keys() ^ names.keys())[:5]}"
-    )
+    assert shapes.keys() == names.keys(), f"names and module differ: {sorted(shapes.keys() ^ names.keys())[:5]}"
     problems = []
     for name, source in names.items():
         source = TensorSource(source) if isinstance(source, str) else source
@@ -166,9 +164,7 @@ def load_module(
         if progress is not None:
             progress(done, total)
     left = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
-    assert not left, (
-        f"still on the meta device after loading (non-persistent buffers are the caller's): {left}"
-    )
+    assert not left, f"still on the meta device after loading (non-persistent buffers are the caller's): {left}"
     module.eval()
 
 
@@ -184,9 +180,7 @@ def check_complete(
         for name, shape in expected.items()
         if checkpoint.shapes.get(name, shape) != shape
     ]
-    problems += [
-        f"missing: {name} {list(expected[name])}" for name in expected if name not in checkpoint.shapes
-    ]
+    problems += [f"missing: {name} {list(expected[name])}" for name in expected if name not in checkpoint.shapes]
     problems += [
         f"unexpected: {name} {list(shape)}"
         for name, shape in checkpoint.shapes.items()

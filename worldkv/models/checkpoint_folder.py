@@ -58,9 +58,7 @@ def read_experiment_file(folder: Path, name: str, problems: list[str]) -> dict[s
         try:
             import yaml
         except ImportError as error:
-            raise CheckpointError(
-                "reading conf.yaml needs PyYAML: pip install 'worldkv[dreamzero]'"
-            ) from error
+            raise CheckpointError("reading conf.yaml needs PyYAML: pip install 'worldkv[dreamzero]'") from error
         try:
             value = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -99,14 +97,11 @@ def expect_checkpoint_folder(folder: Path) -> None:
 def _what_it_looks_like(folder: Path, config: Mapping[str, Any]) -> str:
     names = {path.name for path in folder.iterdir()}
     if names & {"Wan2.1_VAE.pth", "Wan2.2_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"}:
-        return (
-            " It looks like a base Wan model (no action head); a DreamZero checkpoint is fine-tuned from one."
-        )
+        return " It looks like a base Wan model (no action head); a DreamZero checkpoint is fine-tuned from one."
     if "model_index.json" in names or "_class_name" in config:
         return " It looks like a diffusers model; DreamZero's own layout is needed."
     inner = [
-        path.parent
-        for path in sorted(folder.glob("*/config.json")) + sorted(folder.glob("snapshots/*/config.json"))
+        path.parent for path in sorted(folder.glob("*/config.json")) + sorted(folder.glob("snapshots/*/config.json"))
     ]
     if inner:
         return f" A folder inside has a config.json: did you mean {inner[0]}?"
@@ -129,9 +124,7 @@ def read_headers(
             or not weight_map
             or not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
         ):
-            raise CheckpointError(
-                f"{folder / INDEX_FILE}: weight_map must map tensor names to file names beside it"
-            )
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must map tensor names to file names beside it")
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -145,9 +138,7 @@ def read_headers(
         except CheckpointError as error:
             problems.append(str(error))
             continue
-        problems += [
-            f"{file} lacks {name}, which {INDEX_FILE} puts in it" for name in expected if name not in header
-        ]
+        problems += [f"{file} lacks {name}, which {INDEX_FILE} puts in it" for name in expected if name not in header]
         for name in header.keys() & set(expected) if expected else header:
             dtypes[name], shapes[name] = header[name]
             files[name] = folder / file
@@ -190,9 +181,7 @@ def contradictions(
     block = re.compile(re.escape(DIT_PREFIX) + r"blocks\.(\d+)\.")
     num_layers = 1 + max((int(found[1]) for name in shapes if (found := block.match(name))), default=-1)
     if num_layers != config.dit.num_layers:
-        problems.append(
-            f"config.json says num_layers {config.dit.num_layers}, the tensors have {num_layers} blocks"
-        )
+        problems.append(f"config.json says num_layers {config.dit.num_layers}, the tensors have {num_layers} blocks")
     return list(dict.fromkeys(problems)) + _imagecontradictions(config, conf)
 
 
@@ -205,14 +194,8 @@ def _imagecontradictions(config: DreamZeroConfig, conf: Mapping[str, Any]) -> li
         for tag, group in conf["transforms"].items():
             steps = group.get("transforms", []) if isinstance(group, dict) else []
             for step in steps:
-                if (
-                    str(step.get("_target_", "")).endswith(".VideoResize")
-                    and "height" in step
-                    and "width" in step
-                ):
-                    tiles = (
-                        2 if len(step.get("apply_to", [])) != 1 else 1
-                    )  # several views make a 2 x 2 tiling
+                if str(step.get("_target_", "")).endswith(".VideoResize") and "height" in step and "width" in step:
+                    tiles = 2 if len(step.get("apply_to", [])) != 1 else 1  # several views make a 2 x 2 tiling
                     sizes[f"conf.yaml's {tag}"] = (step["height"] * tiles, step["width"] * tiles)
     stride, (_, patch_height, patch_width) = config.dit.pixel_stride, config.dit.patch_size
     tokens = {

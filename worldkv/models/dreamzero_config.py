@@ -52,8 +52,7 @@ class DiTConfig:
         # even: rotary embedding turns pairs of elements
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise CheckpointError(
-                f"config.json: {_DIT}.dim ({self.dim}) must be num_heads ({self.num_heads}) times an even "
-                "head size"
+                f"config.json: {_DIT}.dim ({self.dim}) must be num_heads ({self.num_heads}) times an even head size"
             )
         if self.freq_dim % 2:
             raise CheckpointError(f"config.json: {_DIT}.freq_dim must be even, got {self.freq_dim}")
@@ -144,9 +143,7 @@ class DreamZeroConfig:
         model = head.section("diffusion_model_cfg")
         for key in ("qk_norm", "cross_attn_norm"):
             if not model.flag(key, True):
-                raise CheckpointError(
-                    f"config.json: {model.path(key)} is false; only models with it are known"
-                )
+                raise CheckpointError(f"config.json: {model.path(key)} is false; only models with it are known")
         if model.get("patch_size", [1, 2, 2]) != [1, 2, 2]:
             raise CheckpointError(f"config.json: {model.path('patch_size')} must be [1, 2, 2]")
 
@@ -186,9 +183,7 @@ class DreamZeroConfig:
             num_frames=head.integer("num_frames", cls.num_frames),
             action_horizon=head.integer("action_horizon", dit.num_actions_per_chunk),
             decouple_inference_noise=head.flag("decouple_inference_noise", cls.decouple_inference_noise),
-            video_inference_final_noise=head.number(
-                "video_inference_final_noise", cls.video_inference_final_noise
-            ),
+            video_inference_final_noise=head.number("video_inference_final_noise", cls.video_inference_final_noise),
             target_video_height=head.optional_integer("target_video_height"),
             target_video_width=head.optional_integer("target_video_width"),
             text_num_heads=head.section("text_encoder_cfg", {}).integer("num_heads", cls.text_num_heads),
@@ -235,9 +230,7 @@ def dreamzero_5b() -> DreamZeroConfig:
 
 def _expect_one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise CheckpointError(
-            f"config.json: {field} must be one of {', '.join(map(repr, allowed))}, got {value!r}"
-        )
+        raise CheckpointError(f"config.json: {field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 class _Fields:

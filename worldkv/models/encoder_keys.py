@@ -99,7 +99,7 @@ _VAE_MIDDLE: tuple[tuple[str, str, _Parts], ...] = tuple(
 )
 _VAE21_BLOCKS: tuple[tuple[str, str, _Parts], ...] = (
     ("encoder.down_blocks.{i}", "encoder.downsamples.{i}", _RESIDUAL + _RESAMPLE),
-    # the checkpoint counts a decoder level's 3 residual blocks and 1 upsampler in one row: level b begins at 4 b
+    # the checkpoint numbers a decoder level's 3 residual blocks and its upsampler on: level b begins at 4 b
     *(
         (f"decoder.up_blocks.{b}.resnets.{r}", f"decoder.upsamples.{4 * b + r}", _RESIDUAL)
         for b in range(4)
@@ -138,9 +138,7 @@ def sources(names: Iterable[str], rules: Iterable[Rule], prefix: str) -> dict[st
         short = name.removeprefix("vision_model.")  # transformers 4 wraps the image tower once more
         matches = [(match, rule) for pattern, rule in compiled if (match := pattern.fullmatch(short))]
         if len(matches) != 1:
-            raise NotImplementedError(
-                f"no single rule for tensor {name!r} of the installed diffusers or transformers"
-            )
+            raise NotImplementedError(f"no single rule for tensor {name!r} of the installed diffusers or transformers")
         match, rule = matches[0]
         key = prefix + rule.checkpoint.format(**match.groupdict())
         found[name] = TensorSource(key, rule.part, rule.parts, rule.squeeze)

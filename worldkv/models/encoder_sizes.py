@@ -81,17 +81,13 @@ class EncoderSizes:
             build_image_encoder(self.image),
         ):
             state = module.state_dict()
-            shapes |= {
-                source.key: source.stored_shape(tuple(state[name].shape)) for name, source in names.items()
-            }
+            shapes |= {source.key: source.stored_shape(tuple(state[name].shape)) for name, source in names.items()}
         return shapes
 
 
 ImageAttention = Literal["tokens", "channels"]
 _CHANNEL_ATTENTION = "worldkv_channels"  # its name in transformers' registry
-Built = tuple[
-    nn.Module, dict[str, TensorSource]
-]  # a module on the meta device, and where its tensors come from
+Built = tuple[nn.Module, dict[str, TensorSource]]  # a module on the meta device, and where its tensors come from
 
 
 def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
@@ -102,9 +98,7 @@ def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
         z_dim=probe.size(f"{keys.VAE_PREFIX}conv2.weight", 0),
         base_dim=probe.size(f"{keys.VAE_PREFIX}encoder.conv1.weight", 0),
         decoder_base_dim=probe.size(f"{keys.VAE_PREFIX}decoder.head.0.gamma", 0),
-        residual=any(
-            name.startswith(f"{keys.VAE_PREFIX}decoder.upsamples.0.upsamples.") for name in checkpoint.shapes
-        ),
+        residual=any(name.startswith(f"{keys.VAE_PREFIX}decoder.upsamples.0.upsamples.") for name in checkpoint.shapes),
     )
     text = TextSizes(
         vocab_size=probe.size(f"{keys.TEXT_PREFIX}token_embedding.weight", 0),
@@ -122,9 +116,7 @@ def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
         num_heads=checkpoint.config.image_num_heads,
     )
     if probe.problems:
-        raise CheckpointError(
-            "\n  ".join([f"{checkpoint.folder}: encoders cannot be sized:", *probe.problems])
-        )
+        raise CheckpointError("\n  ".join([f"{checkpoint.folder}: encoders cannot be sized:", *probe.problems]))
     heads = probe.size(f"{keys.TEXT_PREFIX}blocks.0.pos_embedding.embedding.weight", 1)
     for what, width, num_heads, shown in (
         ("text", text.attention_dim, text.num_heads, heads),
@@ -137,9 +129,7 @@ def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
                 + (f", position bias for {shown} heads" if shown != num_heads else " is not a multiple of it")
             )
     if vae.z_dim not in keys.LATENT_MEAN:
-        raise CheckpointError(
-            f"the VAE has {vae.z_dim} latent channels; known are {sorted(keys.LATENT_MEAN)}"
-        )
+        raise CheckpointError(f"the VAE has {vae.z_dim} latent channels; known are {sorted(keys.LATENT_MEAN)}")
     return EncoderSizes(vae, text, image)
 
 
@@ -234,8 +224,7 @@ def library(name: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise CheckpointError(
-            f"the encoders need {package}, which cannot be imported ({error}): "
-            "pip install 'worldkv[dreamzero]'"
+            f"the encoders need {package}, which cannot be imported ({error}): pip install 'worldkv[dreamzero]'"
         ) from error
 
 

@@ -86,15 +86,8 @@ def write_random_checkpoint(
     if unknown := sorted(sizes.keys() - known):
         raise ValueError(f"unknown sizes {', '.join(unknown)}; known are {', '.join(sorted(known))}")
     chosen = replace(_DEFAULTS[kind], **sizes)
-    stride = (
-        8 if kind == "i2v" else 16
-    )  # a view's pixels per token: the VAE's stride, times 2 of patches, over 2 tiles
-    if (
-        chosen.view_height % stride
-        or chosen.view_width % stride
-        or chosen.action_dim < 8
-        or chosen.max_state_dim < 8
-    ):
+    stride = 8 if kind == "i2v" else 16  # a view's pixels per token: the VAE's stride, times 2 of patches, over 2 tiles
+    if chosen.view_height % stride or chosen.view_width % stride or chosen.action_dim < 8 or chosen.max_state_dim < 8:
         raise ValueError(
             f"view_height and view_width must be multiples of {stride} for {kind}, action_dim and max_state_dim "
             f"at least 8; got {chosen.view_height} x {chosen.view_width}, {chosen.action_dim}, "
@@ -172,9 +165,7 @@ def _config_json(kind: str, sizes: RandomSizes, seed: int) -> dict[str, Any]:
             "_target_": f"{reference}.modules.wan_video_image_encoder.WanImageEncoder",
             "num_heads": sizes.image_num_heads,
         },
-        "vae_cfg": {
-            "_target_": f"{reference}.modules.wan_video_vae.WanVideoVAE{'' if kind == 'i2v' else '38'}"
-        },
+        "vae_cfg": {"_target_": f"{reference}.modules.wan_video_vae.WanVideoVAE{'' if kind == 'i2v' else '38'}"},
     }
     return {
         RANDOM_WEIGHTS_KEY: {"notice": NOTICE, "seed": seed},
@@ -204,9 +195,7 @@ def _encoder_shapes(kind: str, sizes: RandomSizes) -> dict[str, tuple[int, ...]]
     vae = VAESizes(16 if kind == "i2v" else 48, sizes.vae_dim, sizes.vae_dim, residual=kind == "ti2v")
     shapes = EncoderSizes(vae, text, image).tensor_shapes()
     first, last = (f"{keys.IMAGE_PREFIX}transformer.{index}." for index in (0, image.num_layers - 1))
-    shapes |= {
-        last + name.removeprefix(first): s for name, s in list(shapes.items()) if name.startswith(first)
-    }
+    shapes |= {last + name.removeprefix(first): s for name, s in list(shapes.items()) if name.startswith(first)}
     for name in ("post_norm.weight", "post_norm.bias"):
         shapes[keys.IMAGE_PREFIX + name] = (image.dim,)
     shapes[f"{keys.IMAGE_PREFIX}head"] = (image.dim, image.dim // 2)
@@ -239,14 +228,12 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
         return 0.1
     if name.endswith("pos_embedding.embedding.weight"):
         return 0.5
-    fan_in = (
-        shape[-2] if name.endswith(".W") else math.prod(shape[1:])
-    )  # W is [1, in, out], weight [out, in, ...]
+    fan_in = shape[-2] if name.endswith(".W") else math.prod(shape[1:])  # W is [1, in, out], weight [out, in, ...]
     return 1.0 / math.sqrt(fan_in)
 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], sharded: bool) -> None:
-    about = {"format": "pt", "notice": NOTICE}
+    about = {"notice": NOTICE}  # one entry: safetensors does not keep the order of several, and bytes must repeat
     if not sharded:
         save_file(tensors, folder / SINGLE_FILE, metadata=about)
         return

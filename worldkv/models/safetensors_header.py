@@ -37,18 +37,14 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     with path.open("rb") as file:
         start = file.read(8)
         if start == b"version ":
-            raise CheckpointError(
-                f"{path.name} is a Git LFS pointer, not the weights: fetch them with git lfs pull"
-            )
+            raise CheckpointError(f"{path.name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
         if len(start) < 8:
             raise CheckpointError(f"{path.name} is truncated: {size} bytes found, not even a header")
         (length,) = struct.unpack("<Q", start)
         if length > _MAX_HEADER_BYTES:
             raise CheckpointError(f"{path.name} is not a safetensors file")
         if length > size - 8:
-            raise CheckpointError(
-                f"{path.name} is truncated: at least {8 + length} bytes expected, {size} found"
-            )
+            raise CheckpointError(f"{path.name} is truncated: at least {8 + length} bytes expected, {size} found")
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)

@@ -80,15 +80,12 @@ class HFTokenizer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 transformers = importlib.import_module("transformers")
-                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                    str(folder), local_files_only=True
-                )
+                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # whatever a broken file makes of itself inside transformers
             raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
         if len(self._tokenizer) > vocab_size:
             raise CheckpointError(
-                f"the tokenizer in {folder} has {len(self._tokenizer)} tokens, the text encoder only "
-                f"{vocab_size}"
+                f"the tokenizer in {folder} has {len(self._tokenizer)} tokens, the text encoder only {vocab_size}"
             )
         self.text_len = text_len
         self._lock = threading.Lock()  # padding is a setting of the tokenizer, not an argument to it

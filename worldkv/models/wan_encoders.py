@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from worldkv.models.checkpoint import Checkpoint, load_module
+from worldkv.models.checkpoint import Checkpoint, check_complete, dit_tensor_shapes, load_module
+from worldkv.models.checkpoint_folder import DIT_PREFIX
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE
-from worldkv.models.encoder_keys import LATENT_MEAN, LATENT_STD
+from worldkv.models.encoder_keys import LATENT_MEAN, LATENT_STD, not_needed
 from worldkv.models.encoder_sizes import (
     IMAGE_PIXELS,
     Built,
@@ -137,20 +138,14 @@ class TextEncoder:
         self.vocab_size = vocab_size
 
     @torch.no_grad()
-    def encode(
-        self, token_ids: np.ndarray | torch.Tensor, attention_mask: np.ndarray | torch.Tensor
-    ) -> torch.Tensor:
+    def encode(self, token_ids: np.ndarray | torch.Tensor, attention_mask: np.ndarray | torch.Tensor) -> torch.Tensor:
         """token_ids, attention_mask: integers [B, L]. Positions whose mask is 0 are zero in the result, row
         by row. Raises ValueError for unequal shapes or an id outside the vocabulary."""
         ids, mask = torch.as_tensor(token_ids), torch.as_tensor(attention_mask)
         if ids.dim() != 2 or ids.shape != mask.shape:
-            raise ValueError(
-                f"token_ids {list(ids.shape)} and attention_mask {list(mask.shape)} must both be [B, L]"
-            )
+            raise ValueError(f"token_ids {list(ids.shape)} and attention_mask {list(mask.shape)} must both be [B, L]")
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise ValueError(
-                f"token_ids must lie in [0, {self.vocab_size}), got {int(ids.min())} to {int(ids.max())}"
-            )
+            raise ValueError(f"token_ids must lie in [0, {self.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
         device = self.module.get_parameter("shared.weight").device
         ids, mask = ids.to(device), mask.to(device)
         hidden: torch.Tensor = self.module(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -209,6 +204,14 @@ def load_encoders(
     text = TextEncoder(load(build_text_encoder(sizes.text)), sizes.text.vocab_size)
     image = ImageEncoder(load(build_image_encoder(sizes.image, image_attention)))
     return WanEncoders(vae, text, image)
+
+
+def check_all_tensors(checkpoint: Checkpoint) -> None:
+    """Checks names and shapes of the whole checkpoint, DiT and encoders together, without reading a tensor.
+    Raises one CheckpointError that lists what is missing, unexpected or of another shape."""
+    sizes = read_sizes(checkpoint)
+    dit = {DIT_PREFIX + name: shape for name, shape in dit_tensor_shapes(checkpoint.config.dit).items()}
+    check_complete(checkpoint, dit | sizes.tensor_shapes(), not_needed(sizes.image.num_layers))
 
 
 def frames_to_video(frames: np.ndarray | torch.Tensor) -> torch.Tensor:

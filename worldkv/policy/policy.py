@@ -56,7 +56,7 @@ class Policy:
     def __init__(self, engine: Engine, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
         """Raises ValueError for an embodiment whose robots' observations have no known names."""
         self.embodiment = embodiment
-        self._engine = engine
+        self.engine = engine
         self._preparation = Preparation(embodiment, tokenizer)
         self._pool = ThreadPoolExecutor(_PREPROCESS_THREADS, thread_name_prefix="worldkv-policy")
         self._warm = False
@@ -77,12 +77,12 @@ class Policy:
     def open_session(self, session_id: str | None = None) -> PolicySession:
         """A new session with an empty history. Raises AdmissionRefused if there is no room for it."""
         session_id = session_id or uuid.uuid4().hex
-        engine_session = self._engine.open_session(session_id)
-        return PolicySession(session_id, engine_session, self._engine, self._preparation, self._pool)
+        engine_session = self.engine.open_session(session_id)
+        return PolicySession(session_id, engine_session, self.engine, self._preparation, self._pool)
 
     def warm_up(self) -> None:
         """Run the two kinds of tick that robots ask for (first, later) in a session that is thrown away."""
-        self._engine.warm_up()
+        self.engine.warm_up()
         session = self.open_session()
         try:
             for num_frames in (1, FRAMES_PER_TICK):
@@ -93,7 +93,7 @@ class Policy:
 
     def health(self) -> Health:
         """The engine's, and not ready before `warm_up` has ended."""
-        health = self._engine.health()
+        health = self.engine.health()
         return health if self._warm or not health.ready else replace(health, ready=False, reason="warming up")
 
     def close(self) -> None:

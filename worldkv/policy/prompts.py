@@ -37,3 +37,10 @@ PROMPT_TEMPLATES: Mapping[str, str] = MappingProxyType(
         "mecka_hands": _HUMAN,
     }
 )
+
+NEGATIVE_PROMPT = (
+    "Vibrant colors, overexposed, static, blurry details, text, subtitles, style, artwork, painting, image, still, "
+    "grayscale, dull, worst quality, low quality, JPEG artifacts, ugly, mutilated, extra fingers, bad hands, bad face, "
+    "deformed, disfigured, mutated limbs, fused fingers, stagnant image, cluttered background, three legs, many people "
+    "in the background, walking backwards."
+)

@@ -35,9 +35,7 @@ class ServerConfig:
             raise ValueError("host: expected a name or an address such as 127.0.0.1, got ''")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: expected 0 (any free port) to 65535, got {self.port}")
-        if self.api_key is not None and not (
-            self.api_key and self.api_key.isascii() and self.api_key.isprintable()
-        ):
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise ValueError("api_key: expected printable ASCII characters, or None for no key")
         if self.api_key is None and not _is_loopback(self.host):
             raise ValueError(

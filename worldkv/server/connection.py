@@ -86,9 +86,7 @@ class Connection:
         came = self._websocket.headers.get("authorization", "")
         if not hmac.compare_digest(came.encode(), f"Api-Key {key}".encode()):
             hint = "another one came" if came else "none came"
-            raise Unauthorised(
-                f"expected the header `Authorization: Api-Key <key>` with the server's key; {hint}"
-            )
+            raise Unauthorised(f"expected the header `Authorization: Api-Key <key>` with the server's key; {hint}")
 
     async def _next_message(self) -> bytes | str | None:
         """Of any size that the web server lets through; None: the server shuts down."""

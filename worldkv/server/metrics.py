@@ -28,9 +28,7 @@ class Metrics:
             ["dialect", "outcome"],
             registry=self._registry,
         )
-        self.errors = Counter(
-            "worldkv_errors", "Errors told to clients, by reason.", ["code"], registry=self._registry
-        )
+        self.errors = Counter("worldkv_errors", "Errors told to clients, by reason.", ["code"], registry=self._registry)
         self.sessions_ended = Counter(
             "worldkv_sessions_ended", "Sessions ended, by reason.", ["reason"], registry=self._registry
         )

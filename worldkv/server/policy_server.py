@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyServer", "ServerConfig", "create_app"]
 
 _DRAIN_S = 30.0  # for the ticks in flight at shutdown
+_FAREWELL_S = 5.0
 _PING_INTERVAL_S = 20.0
 _PING_TIMEOUT_S = 60.0  # a pong waits behind an upload on a slow link
 _POLL_S = 0.1
@@ -83,14 +84,15 @@ class PolicyServer:
         self.listen()
         assert self._socket is not None
         logger.info("listening on %s port %d", self.config.host, self.port)
-        self._uvicorn.run(sockets=[self._socket])
+        with self._socket:
+            self._uvicorn.run(sockets=[self._socket])
         if self._service.warm_up_error is not None:
             raise self._service.warm_up_error
 
     def start(self) -> Self:
         """Serve on a thread. Raises OSError if the port is taken."""
         self.listen()
-        self._thread = threading.Thread(target=self._run_quietly, name="worldkv-server", daemon=True)
+        self._thread = threading.Thread(target=self._run_logged, name="worldkv-server", daemon=True)
         self._thread.start()
         return self
 
@@ -108,9 +110,11 @@ class PolicyServer:
     ) -> None:
         self.stop()
 
-    def _run_quietly(self) -> None:
-        with contextlib.suppress(Exception):  # of warm-up: it is in the log, and /healthz told
+    def _run_logged(self) -> None:
+        try:
             self.run()
+        except Exception:
+            logger.exception("the server has ended")
 
 
 class _Uvicorn(uvicorn.Server):
@@ -127,8 +131,11 @@ class _Uvicorn(uvicorn.Server):
         drain = asyncio.create_task(self._service.drain(_DRAIN_S))
         while not drain.done() and not self.force_exit:
             await asyncio.wait({drain}, timeout=_POLL_S)
-        if drain.done():
-            drain.result()
+        if self.force_exit:  # told twice: end the ticks in flight instead of waiting for them
+            drain.cancel()
+            drain = asyncio.create_task(self._service.drain(0.0))
+            await asyncio.wait({drain}, timeout=_FAREWELL_S)
+            self.force_exit = False  # or uvicorn would leave its tasks pending
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -159,7 +166,7 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         lifespan="on",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=int(_FAREWELL_S),
     )
 
 
@@ -168,6 +175,4 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}"
-        ) from error
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error

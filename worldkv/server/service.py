@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _THREADS = 4  # for opening, resetting and closing sessions: short work that may wait for a lock
 _HEALTH_TIMEOUT_S = 2.0
+_FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
 
 logger = logging.getLogger(__name__)
@@ -84,13 +85,13 @@ class PolicyService:
         return None if health.ready else health.reason
 
     async def drain(self, limit_s: float) -> None:
-        """Serve no new request, let the ticks in flight end, close all connections and sessions."""
+        """Serve no new request; give the ticks in flight some time; close all sessions and connections."""
         if not self.closing.done():
             self.closing.set_result(None)
             self.metrics.ready.set(0)
         await self._connections_end(limit_s)
         await self.sessions.end_all(EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
-        await self._connections_end(limit_s)
+        await self._connections_end(_FAREWELL_S)
 
     async def stop(self) -> None:
         """After `drain`: end what still runs in the background."""

@@ -212,17 +212,19 @@ class SessionTable:
         """Close the sessions that hold a place but no history: opening them again is the same."""
         empty = [entry for entry in self._entries.values() if not entry.has_history and not entry.uses]
         for entry in empty:
-            self._forget(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
-            await self._close(entry, EndReason.MADE_ROOM)
+            text = "it had no history and made room for another one"
+            self._forget(entry, EndReason.MADE_ROOM, text)
+            await self._close(entry, text)
         return bool(empty)
 
     def _with_retry_time(self, refused: AdmissionRefused) -> AdmissionRefused:
-        """The refusal with the time until the next abandoned session ends, unless the engine knew better."""
+        """The refusal with the time until the next abandoned session ends, unless the engine knows better.
+
+        With none abandoned it is a guess: that one of the live ones leaves now.
+        """
         if refused.retry_after_ms is not None:
             return refused
-        orphaned = [
-            entry.orphaned_since for entry in self._entries.values() if entry.orphaned_since is not None
-        ]
+        orphaned = [entry.orphaned_since for entry in self._entries.values() if entry.orphaned_since is not None]
         wait_s = min(orphaned, default=self._now()) + self._config.session_grace_s - self._now()
         return AdmissionRefused(str(refused), retry_after_ms=max(0, round(1e3 * wait_s)))
 

@@ -1,0 +1,49 @@
+"""A session: one episode of one robot, as the engine keeps it. Knows no tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from worldkv.kv.state import KVSnapshot, KVState
+
+
+@dataclass(eq=False)
+class Session:
+    """State of one episode. Its K/V and rollout are touched by the engine's thread only."""
+
+    session_id: str
+    kv: KVState
+    rollout: Any
+    num_blocks_charged: int
+    closed_for: str | None = None
+    job: Job | None = None  # the tick in flight
+
+
+@dataclass(eq=False)
+class Job:
+    """One tick in flight: its generator, what it asks for next, and the way back should it fail."""
+
+    session: Session
+    inputs: Any
+    future: Future[Any] = field(default_factory=Future)
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    program: Generator[Any, Any, Any] | None = None
+    request: Any = None  # what the tick waits for
+    waiting_since: int = 0  # a sequence number: lower has waited longer
+    rollback: KVSnapshot | None = None
+    cancelled: BaseException | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    def milliseconds(self) -> dict[str, float]:
+        """Time in the queue, per stage, and in all. A stage's time is that of the batches this tick took part in."""
+        now = time.perf_counter()
+        started = self.started if self.started is not None else now
+        timings = {"queue": started - self.submitted, "encode": 0.0, "commit": 0.0, "denoise": 0.0}
+        timings |= self.stage_seconds
+        timings["total"] = now - self.submitted
+        return {stage: seconds * 1e3 for stage, seconds in timings.items()}

@@ -1,0 +1,406 @@
+"""DreamZero as a world model: its window rules, its tick, its guidance. Weights and constants only; an episode's
+state is a `Rollout` value that the engine keeps.
+
+A tick: restart the window or encode what was observed; one clean forward commits it; then the next frames and actions
+are denoised together, the guidance pair as two rows of each forward. The cache holds observations, never predictions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from worldkv.errors import BadRequest
+from worldkv.kv.cache import KVCache
+from worldkv.kv.spec import KVSpec
+from worldkv.kv.state import KVState
+from worldkv.kv.window import Window, WindowPolicy
+from worldkv.models.dreamzero_config import DreamZeroConfig
+from worldkv.models.wan_dit import ForwardPlans, WanDiT, num_draft_tokens
+from worldkv.models.wan_encoders import WanEncoders
+from worldkv.models.world_model import EncodeRequest, ForwardRequest, ForwardRow, Request, RowOutput
+from worldkv.sampling.step_skipping import StepChooser, Steps, check_steps
+from worldkv.sampling.unipc import SolverState, UniPCSchedule
+
+CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
+_FRAMES_PER_LATENT = 4  # the VAE's stride in time
+_MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
+
+Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
+Trace = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class TickInputs:
+    """What one tick is given. `state` is normalised and zero-padded; `frames` are tiled camera images.
+
+    Noise that is None is drawn from the model's seed, the same at every tick, as the reference does.
+    """
+
+    frames: np.ndarray  # uint8 [T, H, W, 3]; T == 1 restarts the window
+    state: np.ndarray  # float64 [1, max_state_dim]
+    token_ids: np.ndarray  # int64 [1, text_len]
+    attention_mask: np.ndarray  # int64 [1, text_len]
+    negative_prompt: Prompt | None = None  # None: the model's own
+    noise_video: torch.Tensor | None = None  # [1, C, F, h, w]
+    noise_action: torch.Tensor | None = None  # [1, horizon, action_dim]
+    trace: Trace | None = None  # called with (quantity, tensor) as the tick goes
+
+
+@dataclass(frozen=True)
+class TickResult:
+    """What one tick gives. Latents are normalised; `actions` are in the model's own units, [-1, 1] mostly."""
+
+    actions: np.ndarray  # float32 [horizon, action_dim]
+    video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
+    observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
+    restart_reason: str | None
+    start_frame: int  # frame index at which the denoised chunk starts
+    timings: dict[str, float] = field(default_factory=dict)  # milliseconds: queue, encode, commit, denoise, total
+    frames_cached: int = 0
+    blocks_used: int = 0
+    blocks_free: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The non-K/V state of an episode. Values are replaced, never written to: keeping one is a snapshot."""
+
+    prompt_key: str | None = None  # digest of the last prompt's tokens
+    first_frame_condition: torch.Tensor | None = None  # [4 + C, latent frames, h, w], of the window's first frame
+
+
+class DreamZero:
+    """See the module. `negative_prompt` is the tokenised negative prompt of every session that brings none."""
+
+    def __init__(
+        self,
+        config: DreamZeroConfig,
+        dit: WanDiT,
+        encoders: WanEncoders,
+        negative_prompt: Prompt,
+        *,
+        window_policy: WindowPolicy = "reset",
+        steps: Steps = 8,
+    ) -> None:
+        check_steps(steps)
+        self.config = config
+        self.encoders = encoders
+        self.negative_prompt = negative_prompt
+        self.steps: Steps = steps
+        self._dit = dit
+        self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
+        final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
+        self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
+        self.spec = KVSpec(
+            num_layers=config.dit.num_layers,
+            num_heads=config.dit.num_heads,
+            head_dim=config.dit.head_dim,
+            window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
+            branches=BRANCHES,
+            max_chunks_per_forward=config.frames_per_chunk,
+            max_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states,
+            conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
+        )
+
+    # what the engine runs
+
+    def new_rollout(self) -> Rollout:
+        return Rollout()
+
+    @torch.no_grad()
+    def forward(self, cache: KVCache, rows: Sequence[ForwardRow]) -> list[RowOutput]:
+        """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
+        plan, storage = cache.backend.plan, cache.storage
+        history = [row.context.activate(num_draft_tokens(row)) for row in rows]
+        plans = ForwardPlans(
+            plan(storage, history),
+            plan(storage, [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]),
+            plan(storage, [row.conditioning["image"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]),
+        )
+        outputs: list[RowOutput] = self._dit(rows, plans)
+        return outputs
+
+    @torch.no_grad()
+    def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
+        """Run one encoder for each payload. Outputs carry a batch axis of 1."""
+        run: Callable[[Any], torch.Tensor] = getattr(self, f"_encode_{encoder}")
+        return [run(payload) for payload in payloads]
+
+    def _encode_text(self, prompt: Prompt) -> torch.Tensor:
+        ids, mask = (torch.from_numpy(np.ascontiguousarray(array)) for array in prompt)
+        return self.encoders.text.encode(ids.to(self._dit.device), mask.to(self._dit.device))
+
+    def _encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.encoders.image.encode(pixels)
+
+    def _encode_video(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.encoders.vae.encode(pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """[B, C, F, h, w] latents to video [B, 3, T, H, W] in [-1, 1]."""
+        return self.encoders.vae.decode(latents)
+
+    def decode_video(self, latents: torch.Tensor) -> np.ndarray:
+        """[C, F, h, w] latents to uint8 frames [T, H, W, 3]."""
+        video = self.decode(latents[None])[0].float()
+        frames: np.ndarray = ((video + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+        return frames
+
+    # the tick
+
+    def tick(
+        self, cache: KVCache, kv: KVState, rollout: Rollout, inputs: TickInputs
+    ) -> Generator[Request, Any, tuple[TickResult, Rollout]]:
+        """One tick's program: yields what must run, returns (result, the rollout after it)."""
+        self._check(inputs)
+        trace = inputs.trace or _ignore
+        prompt_key = _digest(inputs.token_ids, inputs.attention_mask)
+        reason = self._restart_reason(rollout, kv, prompt_key, inputs)
+        if reason is not None:
+            kv.reset(keep=("text",) if prompt_key == rollout.prompt_key else ())
+            yield from self._condition_on_text(cache, kv, inputs, trace)
+            condition, observed = yield from self._start_window(cache, kv, inputs, trace)
+            rollout = replace(rollout, prompt_key=prompt_key, first_frame_condition=condition)
+        else:
+            pixels = self._pixels(self._observation_frames(inputs.frames))
+            latents = yield EncodeRequest("video", pixels)
+            trace("observed_latents", latents)
+            observed = latents[0, :, -self.config.frames_per_chunk :]
+        yield self._clean_pass(kv, rollout, observed)
+        if inputs.trace is not None:
+            _trace_history(trace, cache, kv)
+        start_frame = kv.branches[CONDITIONAL].num_chunks
+        video, actions = yield from self._denoise(kv, rollout, inputs, trace, observed.shape[-2:])
+        trace("video_latents", video[None])
+        trace("actions", actions[None])
+        result = TickResult(
+            actions=actions.float().cpu().numpy(),
+            video_latents=video,
+            observed_latents=observed,
+            restart_reason=reason,
+            start_frame=start_frame,
+            frames_cached=start_frame,
+        )
+        return result, rollout
+
+    def _restart_reason(self, rollout: Rollout, kv: KVState, prompt_key: str, inputs: TickInputs) -> str | None:
+        """The reference's four rules, in its order."""
+        num_frames = kv.branches[CONDITIONAL].num_chunks
+        if rollout.prompt_key is None or num_frames == 0:
+            return "first tick"
+        if prompt_key != rollout.prompt_key:
+            return "prompt changed"
+        if inputs.frames.shape[0] == 1:
+            return "single frame"
+        # what is observed takes the place of the chunk that was denoised, and the next one must fit as well
+        if self.spec.window.policy == "reset" and not self.spec.window.has_room(
+            num_frames, 2 * self.config.frames_per_chunk
+        ):
+            return "window full"
+        return None
+
+    def _condition_on_text(
+        self, cache: KVCache, kv: KVState, inputs: TickInputs, trace: Trace
+    ) -> Generator[Request, Any, None]:
+        """Attach the text half to each branch; encode and project only what is stored nowhere."""
+        prompts = (
+            (CONDITIONAL, (inputs.token_ids, inputs.attention_mask)),
+            (UNCONDITIONAL, inputs.negative_prompt or self.negative_prompt),
+        )
+        for branch, prompt in prompts:
+            key = f"text:{_digest(*prompt)}"
+            state = kv.branches[branch].conditioning.get("text")
+            if state is not None and state.key == key:
+                continue
+            entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
+            if entry is None:
+                embedding = yield EncodeRequest("text", prompt)
+                trace(f"prompt.{branch}.embedding", embedding)
+                entry = cache.conditioning.publish(
+                    key, self.spec.conditioning["text"], self._dit.project_text(embedding[0])
+                )
+            kv.set_conditioning(branch, "text", entry)
+
+    def _start_window(
+        self, cache: KVCache, kv: KVState, inputs: TickInputs, trace: Trace
+    ) -> Generator[Request, Any, tuple[torch.Tensor | None, torch.Tensor]]:
+        """Attach the image half, and encode the window's first frame: (first-frame condition, its latents)."""
+        # a request of 4 or 9 frames ends now, so its last frame is the newest; otherwise the reference takes the first
+        image = inputs.frames[-1:] if inputs.frames.shape[0] in (4, 9) else inputs.frames[:1]
+        pixels = self._pixels(image)
+        key = f"image:{_digest(image)}"
+        if key not in cache.conditioning or inputs.trace is not None:
+            feature = yield EncodeRequest("image", pixels[:, :, 0])
+            trace("clip_feature", feature)
+            num_tokens = self.spec.conditioning["image"]
+            entry = cache.conditioning.publish(key, num_tokens, self._dit.project_image(feature[0]))
+        else:
+            entry = cache.conditioning.acquire(key)
+            assert entry is not None
+        kv.set_conditioning(CONDITIONAL, "image", entry)
+        kv.set_conditioning(UNCONDITIONAL, "image", cache.conditioning.share(entry))
+        if not self.config.dit.concat_first_frame_latent and inputs.trace is None:
+            latents = yield EncodeRequest("video", pixels)
+            return None, latents[0]
+        padding = pixels.new_zeros(1, 3, self.config.num_frames - 1, *pixels.shape[-2:])
+        latents = yield EncodeRequest("video", torch.cat([pixels, padding], dim=2))
+        mask = latents.new_zeros(1, _MASK_CHANNELS, *latents.shape[2:])
+        mask[:, :, 0] = 1
+        condition = torch.cat([mask, latents], dim=1)
+        trace("first_frame_condition", condition)
+        return condition[0], latents[0, :, :1]  # causal: the first latent frame is the first frame's own
+
+    def _clean_pass(self, kv: KVState, rollout: Rollout, observed: torch.Tensor) -> ForwardRequest:
+        """Both branches read the observed frames at timestep 0; they become history."""
+        first_frame = kv.branches[CONDITIONAL].num_chunks
+        num_frames = observed.shape[1]
+        condition = self._condition(rollout, first_frame, num_frames)
+        seq_len = num_frames * self.config.dit.frame_tokens
+        rows = tuple(
+            ForwardRow(
+                kv.prepare(branch, seq_len, commit=True), kv.conditioning(branch), observed, condition, first_frame, 0
+            )
+            for branch in BRANCHES
+        )
+        return ForwardRequest(rows, "commit")
+
+    def _denoise(
+        self, kv: KVState, rollout: Rollout, inputs: TickInputs, trace: Trace, latent_size: Sequence[int]
+    ) -> Generator[Request, Any, tuple[torch.Tensor, torch.Tensor]]:
+        """The next chunk's latents [C, F, h, w] and actions [horizon, action_dim], from noise."""
+        config = self.config
+        video, actions = self._noise(inputs, latent_size)
+        state = torch.from_numpy(np.ascontiguousarray(inputs.state, dtype=np.float32))
+        first_frame = kv.branches[CONDITIONAL].num_chunks
+        condition = self._condition(rollout, first_frame, config.frames_per_chunk)
+        seq_len = config.frames_per_chunk * config.dit.frame_tokens
+        contexts = {branch: kv.prepare(branch, seq_len, commit=False) for branch in BRANCHES}
+        chooser = StepChooser(self.steps)
+        video_solver, action_solver = SolverState(), SolverState()
+        video_velocity, action_velocity = torch.zeros_like(video), torch.zeros_like(actions)
+        for index in range(config.num_inference_steps):
+            if chooser.runs(index):
+                rows = tuple(
+                    ForwardRow(
+                        contexts[branch],
+                        kv.conditioning(branch),
+                        video,
+                        condition,
+                        first_frame,
+                        self.video_schedule.timesteps[index],
+                        actions,
+                        state,
+                        self.action_schedule.timesteps[index],
+                    )
+                    for branch in BRANCHES
+                )
+                outputs: list[RowOutput] = yield ForwardRequest(rows, "denoise")
+                video_velocity, action_velocity = self._guide(index, outputs, trace)
+                chooser.record(video_velocity)
+            video, video_solver = self.video_schedule.step(index, video_velocity, video, video_solver)
+            actions, action_solver = self.action_schedule.step(index, action_velocity, actions, action_solver)
+        kv.abandon()  # the drafts' blocks go back
+        return video, actions
+
+    def _guide(self, index: int, outputs: list[RowOutput], trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
+        """Classifier-free guidance on the video; the actions are the conditional branch's alone."""
+        conditional, unconditional = outputs
+        assert conditional.video_velocity is not None
+        assert conditional.action_velocity is not None
+        assert unconditional.video_velocity is not None
+        trace(f"step{index}.video_velocity.{CONDITIONAL}", conditional.video_velocity[None])
+        trace(f"step{index}.video_velocity.{UNCONDITIONAL}", unconditional.video_velocity[None])
+        trace(f"step{index}.action_velocity.{CONDITIONAL}", conditional.action_velocity[None])
+        difference = conditional.video_velocity - unconditional.video_velocity
+        return unconditional.video_velocity + self.config.cfg_scale * difference, conditional.action_velocity
+
+    def _condition(self, rollout: Rollout, first_frame: int, num_frames: int) -> torch.Tensor | None:
+        """The first-frame condition at these frames; past its end, its last frames, as the reference does."""
+        if rollout.first_frame_condition is None or not self.config.dit.concat_first_frame_latent:
+            return None
+        start = min(first_frame, self.config.latent_frames - num_frames)
+        return rollout.first_frame_condition[:, start : start + num_frames]
+
+    def _noise(self, inputs: TickInputs, latent_size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        config, dit = self.config, self._dit
+        shapes = (
+            (config.dit.out_dim, config.frames_per_chunk, *latent_size),
+            (config.action_horizon, config.action_dim),
+        )
+        noise = []
+        for given, shape in zip((inputs.noise_video, inputs.noise_action), shapes, strict=True):
+            if given is None:
+                generator = torch.Generator(dit.device).manual_seed(config.seed)
+                given = torch.randn((1, *shape), generator=generator, device=dit.device, dtype=dit.dtype)
+            elif tuple(given.shape) != (1, *shape):
+                raise BadRequest(f"noise: expected shape {(1, *shape)}, got {tuple(given.shape)}")
+            noise.append(given[0].to(dit.device, dit.dtype))
+        return noise[0], noise[1]
+
+    def _pixels(self, frames: np.ndarray) -> torch.Tensor:
+        """uint8 [T, H, W, 3] to [1, 3, T, H, W] in [-1, 1], rounded as the reference does, resized for the 5B."""
+        video = torch.from_numpy(np.ascontiguousarray(frames)).to(self._dit.device)
+        pixels = ((video.permute(3, 0, 1, 2).float() / 255).to(self._dit.dtype) - 0.5) / 0.5
+        height, width = self.config.target_video_height, self.config.target_video_width
+        if height is not None and width is not None and pixels.shape[-2:] != (height, width):
+            resized = F.interpolate(pixels.transpose(0, 1), (height, width), mode="bilinear", align_corners=False)
+            pixels = resized.transpose(0, 1)
+        return pixels[None]
+
+    def _observation_frames(self, frames: np.ndarray) -> np.ndarray:
+        """Repeat frames to fill a chunk, and the first once more in front: 4 frames become 9, 3 latent frames."""
+        chunk, num_frames = self.config.frames_per_chunk, frames.shape[0]
+        if num_frames == _FRAMES_PER_LATENT * chunk + 1:
+            return frames
+        frames = np.repeat(frames, _FRAMES_PER_LATENT * chunk // num_frames, axis=0)
+        return np.concatenate([frames[:1], frames])
+
+    def _check(self, inputs: TickInputs) -> None:
+        dit, full = self.config.dit, _FRAMES_PER_LATENT * self.config.frames_per_chunk
+        frames = inputs.frames
+        if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
+            raise BadRequest(f"frames: expected uint8 [T, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+        allowed = [n for n in range(1, full + 1) if n == 1 or (n % _FRAMES_PER_LATENT == 0 and full % n == 0)]
+        if frames.shape[0] not in (*allowed, full + 1):
+            raise BadRequest(f"frames: expected {[*allowed, full + 1]} frames per tick, got {frames.shape[0]}")
+        stride, (_, patch_h, patch_w) = dit.pixel_stride, dit.patch_size
+        height = self.config.target_video_height or frames.shape[1]
+        width = self.config.target_video_width or frames.shape[2]
+        num_tokens = (height // (stride * patch_h)) * (width // (stride * patch_w))
+        if num_tokens != dit.frame_tokens:
+            raise BadRequest(
+                f"frames: {height}x{width} pixels make {num_tokens} tokens a frame, this model has {dit.frame_tokens}"
+            )
+        if inputs.state.shape != (dit.num_states, dit.max_state_dim):
+            raise BadRequest(
+                f"state: expected shape {[dit.num_states, dit.max_state_dim]}, got {list(inputs.state.shape)}"
+            )
+        for name in ("token_ids", "attention_mask"):
+            shape = getattr(inputs, name).shape
+            if shape != (1, dit.text_len):
+                raise BadRequest(f"{name}: expected shape [1, {dit.text_len}], got {list(shape)}")
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.shape}{array.dtype.str}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _trace_history(trace: Trace, cache: KVCache, kv: KVState) -> None:
+    layer = cache.spec.num_layers - 1
+    for branch in BRANCHES:
+        trace(f"cache.{branch}.layer{layer}", torch.stack(kv.layer_kv(branch, layer))[:, None])
+
+
+def _ignore(quantity: str, tensor: torch.Tensor) -> None:
+    return None

@@ -1,0 +1,97 @@
+"""From a checkpoint folder to an engine and a policy: the one place where the parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from worldkv.attention.backend import load_backend
+from worldkv.engine.admission import session_blocks
+from worldkv.engine.engine import Engine, EngineConfig
+from worldkv.kv.cache import KVCache
+from worldkv.kv.storage import KVStorage
+from worldkv.kv.window import WindowPolicy
+from worldkv.models.checkpoint import Checkpoint, load_module
+from worldkv.models.checkpoint_folder import DIT_PREFIX
+from worldkv.models.dreamzero import DreamZero
+from worldkv.models.encoder_sizes import ImageAttention, read_sizes
+from worldkv.models.tokenizer import Tokenizer, load_tokenizer
+from worldkv.models.wan_dit import WanDiT
+from worldkv.models.wan_encoders import check_all_tensors, load_encoders
+from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.policy.policy import Policy
+from worldkv.policy.prompts import NEGATIVE_PROMPT
+from worldkv.sampling.step_skipping import Steps
+
+Progress = Callable[[int, int], None]  # bytes read, bytes in all; restarts for each part
+
+
+def load_engine(
+    checkpoint: Checkpoint | Path | str,
+    config: EngineConfig | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    steps: Steps = 8,
+    window_policy: WindowPolicy = "reset",
+    image_attention: ImageAttention = "tokens",
+    tokenizer: Tokenizer | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """A running engine for a DreamZero checkpoint folder. Raises CheckpointError with everything that is wrong.
+
+    `image_attention` is for verification only (see `build_image_encoder`).
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.open(checkpoint)
+    config = config or EngineConfig()
+    backend = load_backend(config.attention)
+    check_all_tensors(checkpoint)
+    with torch.device("meta"):
+        dit = WanDiT(checkpoint.config.dit)
+    names = {name: DIT_PREFIX + name for name in dit.state_dict()}
+    load_module(checkpoint, dit, names, device=device, dtype=dtype, progress=progress)
+    encoders = load_encoders(checkpoint, device=device, dtype=dtype, image_attention=image_attention, progress=progress)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            checkpoint.folder, checkpoint.config.dit.text_len, read_sizes(checkpoint).text.vocab_size
+        )
+    model = DreamZero(
+        checkpoint.config,
+        dit,
+        encoders,
+        tokenizer.encode(NEGATIVE_PROMPT),
+        window_policy=window_policy,
+        steps=steps,
+    )
+    num_blocks = config.num_blocks or config.max_sessions * session_blocks(model.spec, config.block_size)
+    storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
+    return Engine(model, KVCache(model.spec, storage, backend), config)
+
+
+def load_policy(
+    checkpoint: Checkpoint | Path | str,
+    config: EngineConfig | None = None,
+    *,
+    embodiment_tag: str = "oxe_droid",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    steps: Steps = 8,
+    progress: Progress | None = None,
+) -> Policy:
+    """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down."""
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.open(checkpoint)
+    model = checkpoint.config
+    camera_size = None
+    if model.target_video_height is not None and model.target_video_width is not None:
+        camera_size = (model.target_video_height, model.target_video_width)
+    embodiment = read_embodiment(checkpoint.conf, checkpoint.metadata, embodiment_tag, camera_size=camera_size)
+    vocab_size = read_sizes(checkpoint).text.vocab_size
+    tokenizer = load_tokenizer(checkpoint.folder, model.dit.text_len, vocab_size)
+    engine = load_engine(
+        checkpoint, config, device=device, dtype=dtype, steps=steps, tokenizer=tokenizer, progress=progress
+    )
+    return Policy(engine, embodiment, tokenizer)
