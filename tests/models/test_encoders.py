@@ -159,8 +159,9 @@ def test_encoding_a_stream_equals_encoding_the_whole_video(
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 2], [2, 1], [3]])
-def test_decoding_a_stream_equals_decoding_the_whole(encoders: WanEncoders, golden: Golden, lengths: list[int]) -> None:
-    latents = golden["call1.observed_latents"]
+def test_decoding_a_stream_equals_decoding_the_whole(
+    encoders: WanEncoders, latents: torch.Tensor, lengths: list[int]
+) -> None:
     state = encoders.vae.new_decode_state()
     video = [encoders.vae.decode_stream(state, piece) for piece in pieces(latents, lengths)]
     whole = encoders.vae.decode(latents)

@@ -1,1 +1,1 @@
-"""Paged attention: one plan/run interface (backend), the oracle (reference), and the fast backends behind a registry."""
+"""Paged attention: the plan/run interface (backend), the oracle (reference), fast backends behind a registry."""

@@ -11,16 +11,17 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from worldkv.engine.admission import Admission
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Job, Session
-from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionBusy, SessionEnded, SessionNotFound
+from worldkv.errors import BadRequest, EngineStopped, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.kv.cache import KVCache
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
@@ -198,7 +199,7 @@ class Engine:
         job.started = time.perf_counter()
         job.rollback = session.kv.snapshot()
         job.program = self.model.tick(self.cache, session.kv, session.rollout, job.inputs)
-        self._advance(job, lambda program: program.send(None))
+        self._advance(job, partial(_send, result=None))
 
     def _advance(self, job: Job, resume: Callable[[Any], Any]) -> None:
         """Resume the tick's program up to its next request, its result, or its failure."""
@@ -223,7 +224,7 @@ class Engine:
         for job, result in zip(batch, results, strict=True):
             stage = job.request.stage
             job.stage_seconds[stage] = job.stage_seconds.get(stage, 0.0) + seconds
-            self._advance(job, lambda program, result=result: program.send(result))
+            self._advance(job, partial(_send, result=result))
 
     def _execute(self, requests: list[Any]) -> list[Any]:
         """Run requests of one kind together and make their commits history. All succeed or none has an effect."""
@@ -241,7 +242,7 @@ class Engine:
         return [list(itertools.islice(iterator, len(request.rows))) for request in requests]
 
     def _survive(self, batch: list[Job], error: Exception) -> None:
-        """A batch failed. Alone, its tick fails; in company, each runs again alone, so that only the guilty one does."""
+        """A batch failed. Alone, its tick fails; in company, each runs again alone, so only the guilty does."""
         if len(batch) > 1:
             for job in batch:
                 self._run_batch([job])
@@ -283,3 +284,7 @@ class Engine:
             self._num_closing -= 1
             self.admission.refund(session.num_blocks_charged)
             self._condition.notify_all()
+
+
+def _send(program: Generator[Any, Any, Any], result: Any) -> Any:
+    return program.send(result)

@@ -118,7 +118,7 @@ class ARDiffusionKVState:
         return context
 
     def commit_paged_context(self, is_negative: bool) -> None:
-        """After a successful forward: its chunks become history, one by one. A no-op for drafts or when none is pending."""
+        """After a successful forward: its chunks become history, one by one. A no-op where nothing is pending."""
         self.state.commit(self.history(is_negative).branch)
 
     def abandon_paged_contexts(self) -> None:
@@ -134,7 +134,7 @@ class ARDiffusionKVState:
         self.state.set_conditioning(self.history(is_negative).branch, half, entry)
 
     def get_cross_kv_caches(self, is_negative: bool) -> list[LayerCrossKV]:
-        """Per-layer text and image K/V; raises ConditioningMissing, with the branch and both flags, when not populated."""
+        """Per-layer text and image K/V; raises ConditioningMissing, with branch and flags, when not populated."""
         entries = dict(self.state.conditioning(self.history(is_negative).branch))
         return [LayerCrossKV(self._cache, layer, entries) for layer in range(self._cache.spec.num_layers)]
 

@@ -71,7 +71,7 @@ class Window:
         return num_chunks + num_incoming <= self.max_chunks
 
     def place(self, first_chunk: int, num_chunks: int, num_draft_tokens: int = 0) -> Placement:
-        """Slots of chunks [first_chunk, first_chunk + num_chunks), then of `num_draft_tokens` that are never history."""
+        """Slots of chunks [first_chunk, first_chunk + num_chunks), then of `num_draft_tokens` never-history tokens."""
         if num_chunks > self.window:
             raise ValueError(f"a forward of {num_chunks} chunks does not fit the window of {self.window}")
         if self.policy == "reset" and not self.has_room(first_chunk, num_chunks):

@@ -242,8 +242,9 @@ class DreamZero:
             num_tokens = self.spec.conditioning["image"]
             entry = cache.conditioning.publish(key, num_tokens, self._dit.project_image(feature[0]))
         else:
-            entry = cache.conditioning.acquire(key)
-            assert entry is not None
+            stored = cache.conditioning.acquire(key)
+            assert stored is not None
+            entry = stored
         kv.set_conditioning(CONDITIONAL, "image", entry)
         kv.set_conditioning(UNCONDITIONAL, "image", cache.conditioning.share(entry))
         if not self.config.dit.concat_first_frame_latent and inputs.trace is None:

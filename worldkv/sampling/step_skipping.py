@@ -39,7 +39,8 @@ class StepChooser:
         if len(self._last_two) < 2 or self._must_run:
             self._must_run = False
             return True
-        similarity = float(F.cosine_similarity(*self._last_two, dim=0))  # reads the device: inherent to this rule
+        older, newer = self._last_two
+        similarity = float(F.cosine_similarity(older, newer, dim=0))  # reads the device: inherent to this rule
         burst = 4 if similarity > 0.95 else 2 if similarity > 0.93 else 0
         self._num_to_skip = max(burst - 1, 0)
         return burst == 0

@@ -1,0 +1,53 @@
+"""Tiny engines for tests: a random checkpoint, made once a run, and inputs that differ by seed."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from worldkv.engine.engine import Engine, EngineConfig
+from worldkv.models.dreamzero import TickInputs
+from worldkv.models.random_checkpoint import write_random_checkpoint
+from worldkv.policy.assembly import load_engine
+
+VIEWS = {"i2v": (16, 24), "ti2v": (16, 48)}  # pixels of a view: 6 and 3 tokens a frame
+
+
+@functools.cache
+def random_checkpoint(kind: str = "ti2v") -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="worldkv-test-")) / kind
+    height, width = VIEWS[kind]
+    return write_random_checkpoint(folder, kind=kind, view_height=height, view_width=width)
+
+
+def make_engine(kind: str = "ti2v", **options: Any) -> Engine:
+    """An engine over random weights; `options` of EngineConfig and load_engine."""
+    fields = set(EngineConfig.__dataclass_fields__)
+    config = EngineConfig(**{name: value for name, value in options.items() if name in fields})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the byte-level tokenizer is what these checkpoints have
+        return load_engine(
+            random_checkpoint(kind), config, **{name: v for name, v in options.items() if name not in fields}
+        )
+
+
+def make_inputs(engine: Engine, seed: int, num_frames: int = 4, prompt: int = 0, **more: Any) -> TickInputs:
+    """Inputs of one tick; the same arguments give the same inputs."""
+    dit = engine.model.config.dit
+    rng = np.random.default_rng(seed)
+    height, width = (2 * size for size in VIEWS[dit.model_type])
+    token_ids = np.zeros((1, dit.text_len), dtype=np.int64)
+    token_ids[0, :4] = [5 + prompt, 7, 9, 1]
+    mask = (token_ids != 0).astype(np.int64)
+    return TickInputs(
+        rng.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8),
+        rng.uniform(-1, 1, (dit.num_states, dit.max_state_dim)),
+        token_ids,
+        mask,
+        **more,
+    )
