@@ -1,0 +1,105 @@
+"""DreamZero's tick against the reference's recordings, and its rules."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from engines import make_engine, make_inputs  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from worldkv.engine.engine import EngineConfig  # noqa: E402
+from worldkv.models.dreamzero import TickInputs  # noqa: E402
+from worldkv.policy.assembly import load_engine  # noqa: E402
+from worldkv.sampling.step_skipping import Steps  # noqa: E402
+
+TOLERANCE = 1e-4
+
+
+def test_every_recorded_quantity_of_a_rollout_is_reproduced(golden_folder: Path) -> None:
+    golden = load_file(golden_folder / "golden.safetensors")
+    calls = json.loads((golden_folder / "calls.json").read_text())["calls"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        engine = load_engine(golden_folder, EngineConfig(block_size=16), image_attention="channels")
+    session = engine.open_session()
+    for call in calls:
+        number, seen = call["call"], {}
+        inputs = recorded_inputs(golden, number, seen.__setitem__)
+        result = engine.submit(session, inputs).result()
+        assert result.start_frame == call["denoise_start_frame"]
+        assert (result.restart_reason is not None) == call["reset"]
+        for name, expected in golden.items():
+            prefix, _, quantity = name.partition(".")
+            if prefix == f"call{number}" and quantity.split(".")[0] not in INPUTS:
+                error = (seen[quantity].float() - expected).norm() / expected.norm()
+                assert error < TOLERANCE, f"{name}: relative error {error:.2e}"
+    engine.shutdown()
+
+
+INPUTS = ("frames", "state", "noise_video", "noise_action", "decoded_video")
+
+
+def recorded_inputs(golden: dict[str, torch.Tensor], number: int, trace: Any) -> TickInputs:
+    prompts = [
+        (golden[f"prompt.{branch}.token_ids"].numpy(), golden[f"prompt.{branch}.attention_mask"].numpy())
+        for branch in ("conditional", "unconditional")
+    ]
+    return TickInputs(
+        golden[f"call{number}.frames"].numpy(),
+        golden[f"call{number}.state"][0].numpy(),
+        *prompts[0],
+        negative_prompt=prompts[1],
+        noise_video=golden[f"call{number}.noise_video"],
+        noise_action=golden[f"call{number}.noise_action"],
+        trace=trace,
+    )
+
+
+@pytest.mark.parametrize("steps", [5, 6, 7, 8, "all", "dynamic"])
+def test_a_tick_runs_the_chosen_steps(steps: Steps) -> None:
+    engine = make_engine("ti2v", steps=steps)
+    ran: set[str] = set()
+    inputs = make_inputs(engine, 0, 1, trace=lambda name, tensor: ran.add(name.split(".")[0]))
+    result = engine.submit(engine.open_session(), inputs).result()
+    num_steps = len([name for name in ran if name.startswith("step")])
+    assert np.isfinite(result.actions).all()
+    assert num_steps == {"all": 16}.get(str(steps), num_steps if steps == "dynamic" else steps)
+    assert num_steps >= 2
+    engine.shutdown()
+
+
+def test_the_seeded_noise_is_the_same_at_every_tick() -> None:
+    engine = make_engine("ti2v")
+    model = engine.model
+    first, second = (model._noise(make_inputs(engine, seed, 1), (2, 6)) for seed in (0, 1))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    engine.shutdown()
+
+
+def test_four_frames_become_nine_and_eight_are_not_repeated() -> None:
+    engine = make_engine("ti2v")
+    for num_frames, expected in ((4, [0, 0, 0, 1, 1, 2, 2, 3, 3]), (8, [0, *range(8)]), (9, list(range(9)))):
+        frames = np.arange(num_frames, dtype=np.uint8).reshape(-1, 1, 1, 1)
+        assert engine.model._observation_frames(frames).ravel().tolist() == expected
+    engine.shutdown()
+
+
+def test_a_restart_on_four_frames_begins_with_the_newest() -> None:
+    engine = make_engine("ti2v")
+    session = engine.open_session()
+    many = make_inputs(engine, 0, 4)
+    from_four = engine.submit(session, many).result()
+    engine.reset(session)
+    newest = make_inputs(engine, 0, 1)
+    newest = TickInputs(many.frames[-1:], many.state, newest.token_ids, newest.attention_mask)
+    assert np.array_equal(from_four.actions, engine.submit(session, newest).result().actions)
+    engine.shutdown()
