@@ -15,6 +15,7 @@ pytest.importorskip("diffusers")
 
 from engines import make_engine, make_inputs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.models.dreamzero import TickInputs  # noqa: E402
 from worldkv.policy.assembly import load_engine  # noqa: E402

@@ -1,42 +1,94 @@
-"""Who may open a session: each is charged, before any work, the most blocks it can ever hold. Counts only."""
+"""Who may hold blocks: a session is charged, before any work, the most it can ever hold; a snapshot what it keeps.
+
+Counts only. The sum of the charges never exceeds the pool, so no admitted tick can run out of blocks.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.spec import KVSpec
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """The books of one engine. Blocks, but for `bytes_per_block`."""
+
+    bytes_per_block: int
+    num_blocks: int
+    num_used: int  # really held now
+    num_charged: int  # promised to open sessions and snapshots
+    blocks_per_session: int
+    blocks_per_branch: int  # of which: one branch's window, drafts, and the history a tick may roll back to
+    blocks_of_conditioning: int  # of which: conditioning of all branches
+    num_sessions: int
+    num_more_sessions: int
+
+    def explain(self) -> str:
+        """The sum, in words."""
+        session = self.blocks_per_session * self.bytes_per_block / 2**20
+        return (
+            f"{self.num_blocks} blocks of {self.bytes_per_block / 2**20:.3g} MiB; a session is charged "
+            f"{self.blocks_per_session} ({session:.3g} MiB): {self.blocks_per_branch} per branch, "
+            f"{self.blocks_of_conditioning} for conditioning; {self.num_sessions} sessions are open, "
+            f"{self.num_charged} blocks are charged, {self.num_used} held; {self.num_more_sessions} more sessions fit"
+        )
+
+
 class Admission:
-    """The books of promised blocks. The sum of promises never exceeds the pool, so no tick can run out of blocks."""
+    """The books of promised blocks."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.blocks_per_session = session_blocks(spec, block_size)
         self.num_charged = 0
+        self._blocks_per_branch = spec.blocks_per_branch(block_size)
+        self.blocks_per_session = session_blocks(spec, block_size)
+        self._conditioning = self.blocks_per_session - len(spec.branches) * self._blocks_per_branch
         if self.blocks_per_session > num_blocks:
             raise ValueError(
                 f"num_blocks: one session needs {self.blocks_per_session} blocks of {block_size} slots, "
                 f"the pool has {num_blocks}"
             )
 
-    def has_room(self) -> bool:
-        return self.num_charged + self.blocks_per_session <= self.num_blocks
+    @property
+    def num_free(self) -> int:
+        """Blocks promised to nobody."""
+        return self.num_blocks - self.num_charged
 
-    def charge(self) -> int:
-        """Promise one session its blocks; raises AdmissionRefused with needed, free and what would help."""
-        if not self.has_room():
+    def has_room(self) -> bool:
+        return self.blocks_per_session <= self.num_free
+
+    def charge_session(self) -> int:
+        return self.charge(self.blocks_per_session, "another session")
+
+    def charge(self, num_blocks: int, what: str) -> int:
+        """Promise blocks; raises AdmissionRefused with needed, free and what would help."""
+        if num_blocks > self.num_free:
             raise AdmissionRefused(
-                f"no room for another session: it needs {self.blocks_per_session} blocks, "
-                f"{self.num_blocks - self.num_charged} of {self.num_blocks} are not promised to open sessions; "
-                f"close a session or start the server with a larger --max-sessions",
+                f"no room for {what}: it needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are not "
+                f"promised to others; close a session, release a snapshot, or start with a larger max_sessions",
                 retry_after_ms=1000,
             )
-        self.num_charged += self.blocks_per_session
-        return self.blocks_per_session
+        self.num_charged += num_blocks
+        return num_blocks
 
     def refund(self, num_blocks: int) -> None:
         self.num_charged -= num_blocks
         assert self.num_charged >= 0, "more was refunded than charged"
+
+    def capacity(self, bytes_per_block: int, num_sessions: int, num_used: int) -> Capacity:
+        return Capacity(
+            bytes_per_block,
+            self.num_blocks,
+            num_used,
+            self.num_charged,
+            self.blocks_per_session,
+            self._blocks_per_branch,
+            self._conditioning,
+            num_sessions,
+            self.num_free // self.blocks_per_session,
+        )
 
 
 def session_blocks(spec: KVSpec, block_size: int) -> int:

@@ -7,33 +7,43 @@ from collections.abc import Sequence
 from worldkv.engine.session import Job
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
+PATIENCE_S = 2.0  # a request without a deadline, or with a far one, is due this long after it began to wait
+
 
 class Scheduler:
-    """Picks what has waited longest, and whatever can share its batch, up to `max_rows` rows.
+    """Picks the request that is due first, and whatever can share its batch within `max_rows` and `max_tokens`.
 
-    A tick that was served goes to the back, so one that joins waits for at most one batch of each kind in between.
+    A served tick's next request begins to wait anew, so ticks without deadlines take turns, and a tick that joins
+    waits for one batch; since every request is due after PATIENCE_S at the latest, none starves behind deadlines.
     """
 
-    def __init__(self, max_rows: int) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows: expected at least 1, got {max_rows}")
-        self.max_rows = max_rows
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self.max_rows, self.max_tokens = max_rows, max_tokens
 
     def next_batch(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs whose requests run together now; empty when none waits. The longest waiting always is among them."""
-        waiting = sorted((job for job in jobs if job.request is not None), key=lambda job: job.waiting_since)
-        if not waiting:
-            return []
-        batch, num_rows = [waiting[0]], _num_rows(waiting[0])
-        for job in waiting[1:]:
-            if _shares_batch(batch[0].request, job.request) and num_rows + _num_rows(job) <= self.max_rows:
+        """Jobs whose requests run together now; empty when none waits. The one due first is always among them."""
+        waiting = sorted((job for job in jobs if job.request is not None), key=_due)
+        batch: list[Job] = []
+        num_rows = num_tokens = 0
+        for job in waiting:
+            rows, tokens = _size(job)
+            fits = num_rows + rows <= self.max_rows and num_tokens + tokens <= self.max_tokens
+            if not batch or (fits and _shares_batch(batch[0].request, job.request)):
                 batch.append(job)
-                num_rows += _num_rows(job)
+                num_rows, num_tokens = num_rows + rows, num_tokens + tokens
         return batch
 
 
-def _num_rows(job: Job) -> int:
-    return len(job.request.rows) if isinstance(job.request, ForwardRequest) else 1
+def _due(job: Job) -> tuple[float, int]:
+    patience = job.waiting_since + PATIENCE_S
+    return (patience if job.deadline is None else min(job.deadline, patience)), job.sequence
+
+
+def _size(job: Job) -> tuple[int, int]:
+    """Rows and current tokens of a request; an encoder's call counts as one row."""
+    if isinstance(job.request, ForwardRequest):
+        return len(job.request.rows), sum(row.context.num_tokens for row in job.request.rows)
+    return 1, 0
 
 
 def _shares_batch(first: object, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""A session: one episode of one robot, as the engine keeps it. Knows no tensors."""
+"""A session, one episode of one robot, as the engine keeps it; its tick in flight; a frozen session. No tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,20 @@ class Session:
     """State of one episode. Its K/V and rollout are touched by the engine's thread only."""
 
     session_id: str
-    kv: KVState
-    rollout: Any
     num_blocks_charged: int
+    kv: KVState = field(init=False)
+    rollout: Any = None
     closed_for: str | None = None
     job: Job | None = None  # the tick in flight
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A session frozen at a commit: history, conditioning, and all else its next tick depends on."""
+
+    kv: KVSnapshot
+    rollout: Any
+    num_blocks_charged: int
 
 
 @dataclass(eq=False)
@@ -29,12 +38,14 @@ class Job:
 
     session: Session
     inputs: Any
+    deadline: float | None = None  # seconds of time.perf_counter
     future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.perf_counter)
     started: float | None = None
     program: Generator[Any, Any, Any] | None = None
     request: Any = None  # what the tick waits for
-    waiting_since: int = 0  # a sequence number: lower has waited longer
+    waiting_since: float = 0.0
+    sequence: int = 0  # of the request, over all ticks
     rollback: KVSnapshot | None = None
     cancelled: BaseException | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)

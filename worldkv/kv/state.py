@@ -55,6 +55,19 @@ class KVSnapshot:
         self._cache = cache
         self.branches = dict(branches)
 
+    @property
+    def is_released(self) -> bool:
+        return not self.branches
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks this snapshot keeps from being freed, conditioning included; those it shares are counted too."""
+        held = {block for branch in self.branches.values() for block in branch.table.blocks}
+        for branch in self.branches.values():
+            for entry in branch.conditioning.values():
+                held.update(entry.blocks.tolist())
+        return len(held)
+
     def release(self) -> None:
         """Give the references back; safe to call twice."""
         for branch in self.branches.values():
