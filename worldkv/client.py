@@ -108,15 +108,16 @@ class PolicyClient:
         self._connected()
         return self._metadata
 
-    def infer(self, observation: Mapping[str, Any]) -> np.ndarray | dict[str, Any]:
+    def infer(self, observation: Mapping[str, Any], *, details: bool = False) -> np.ndarray | dict[str, Any]:
         """One tick: actions for what the robot sees now.
 
-        RoboArena: float32 [horizon, 8]. openpi: a map with `actions` and `server_timing`. Arrays are
-        read-only. Raises BadRequest for what cannot be sent, RemoteError for what the server refuses (its
+        RoboArena: float32 [horizon, 8]. openpi: a map with `actions` and `server_timing`. With `details` a map
+        in either dialect, with `predicted_video` uint8 [T, H, W, 3] and `cache` as well, for people who look.
+        Arrays are read-only. Raises BadRequest for what cannot be sent, RemoteError for what the server refuses (its
         text, and the close code), ConnectionLost (also on timeout).
         """
         sequence = next(self._sequence)
-        request = {**observation, **self._controls(sequence)}
+        request = {**observation, **self._controls(sequence), **({"details": True} if details else {})}
         reply = self._reply_to(lambda: request | ({"resume": True} if self._must_resume() else {}))
         if isinstance(reply, str):
             raise self._remote_error(reply)

@@ -249,7 +249,8 @@ class Dialect(StrEnum):
 @dataclass(frozen=True)
 class InferRequest:
     """One tick. `observation`: under RoboArena's names, whatever the dialect. `session_id` None: the
-    connection is the session. `restart`: forget the history first. `resume`: the session must exist."""
+    connection is the session. `restart`: forget the history first. `resume`: the session must exist. `details`:
+    reply with a map in either dialect, the imagined video and the cache's state included."""
 
     dialect: Dialect
     observation: Mapping[str, Any]
@@ -257,6 +258,7 @@ class InferRequest:
     sequence: int | None = None
     restart: bool = False
     resume: bool = False
+    details: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,7 +269,7 @@ class ResetRequest:
     dialect: Dialect = Dialect.ROBOARENA
 
 
-_CONTROL_KEYS = frozenset({"endpoint", "session_id", "sequence", "reset", "resume"})
+_CONTROL_KEYS = frozenset({"endpoint", "session_id", "sequence", "reset", "resume", "details"})
 _EXTERIOR = "observation/exterior_image_"
 # openpi's only exterior camera has the name of RoboArena's second one; as the model sees it, it is the first.
 _OPENPI_CAMERAS: Mapping[str, str] = {f"{_EXTERIOR}1_left": f"{_EXTERIOR}0_left"}
@@ -317,7 +319,8 @@ def _controls(message: dict[str, Any]) -> dict[str, Any]:
     sequence = message.get("sequence")
     if sequence is not None and type(sequence) is not int:
         raise BadRequest(f"sequence: expected an int, got {_short(sequence)}")
-    flags = {"restart": message.get("reset", False), "resume": message.get("resume", False)}
+    flags = {"restart": message.get("reset", False)}
+    flags |= {name: message.get(name, False) for name in ("resume", "details")}
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise BadRequest(f"{name.replace('restart', 'reset')}: expected a bool, got {_short(value)}")
@@ -349,11 +352,15 @@ def infer_reply(
     actions: np.ndarray,
     server_timing: Mapping[str, float],
     warnings: tuple[str, ...] = (),
+    details: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What answers `request`, before packing. `actions` float32 [horizon, dim]; timing in milliseconds."""
-    if request.dialect is Dialect.ROBOARENA:
+    """What answers `request`, before packing. `actions` float32 [horizon, dim]; timing in milliseconds.
+
+    `details`: what a request with `details` gets beside that.
+    """
+    if request.dialect is Dialect.ROBOARENA and not request.details:
         return actions
-    reply: dict[str, Any] = {"actions": actions, "server_timing": dict(server_timing)}
+    reply: dict[str, Any] = {"actions": actions, "server_timing": dict(server_timing), **(details or {})}
     if request.sequence is not None:
         reply["sequence"] = request.sequence
     if warnings:

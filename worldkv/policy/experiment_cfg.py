@@ -96,9 +96,7 @@ class _Files:
     def steps(self, *classes: str) -> list[Mapping[str, Any]]:
         """The transforms whose `_target_` ends in one of these class names."""
         steps = self.roots["conf.yaml"]["transforms"][self.tag]["transforms"]
-        return [
-            s for s in steps if isinstance(s, Mapping) and str(s.get("_target_")).split(".")[-1] in classes
-        ]
+        return [s for s in steps if isinstance(s, Mapping) and str(s.get("_target_")).split(".")[-1] in classes]
 
     def step_value(self, name: str, key: str, default: Any = None) -> Any:
         """Argument `key` of the transform called `name`."""
@@ -218,13 +216,9 @@ def _quantities(files: _Files, kind: Literal["state", "action"], horizon: int) -
             where = f"{files.step_path('StateActionTransform')}.normalization_modes.{kind}.{key}"
             files.fault(f"{where}: expected one of {', '.join(_STATISTICS_OF)}, got {mode!r}")
             continue
-        statistics = {
-            name: _statistic(files, kind, key, name, shape[0], steps) for name in _STATISTICS_OF[mode]
-        }
+        statistics = {name: _statistic(files, kind, key, name, shape[0], steps) for name in _STATISTICS_OF[mode]}
         training_range = _training_range(files, key, shape[0]) if kind == "state" else None
-        quantities.append(
-            Quantity(key, shape[0], mode, MappingProxyType(statistics), training_range=training_range)
-        )
+        quantities.append(Quantity(key, shape[0], mode, MappingProxyType(statistics), training_range=training_range))
     return tuple(quantities)
 
 
@@ -249,25 +243,19 @@ def _statistic(files: _Files, kind: str, key: str, name: str, dim: int, steps: i
         return array[:steps]
     if values is not None:
         where = f"metadata.json: {files.tag}.statistics.{kind}.{key}.{name}"
-        expected = f"{dim} finite numbers" + (
-            f" or at least {steps} lists of {dim}" if steps is not None else ""
-        )
+        expected = f"{dim} finite numbers" + (f" or at least {steps} lists of {dim}" if steps is not None else "")
         files.fault(f"{where}: expected {expected}, got {'other' if array is None else list(array.shape)}")
     return np.zeros(dim)
 
 
 def _training_range(files: _Files, key: str, dim: int) -> tuple[np.ndarray, np.ndarray] | None:
-    low, high = (
-        _numbers(files.metadata("statistics", "state", key, end, required=False)) for end in ("min", "max")
-    )
+    low, high = (_numbers(files.metadata("statistics", "state", key, end, required=False)) for end in ("min", "max"))
     if low is None or high is None or not low.shape == high.shape == (dim,):
         return None
     return low, high
 
 
-def _with_relative(
-    files: _Files, actions: tuple[Quantity, ...], state: tuple[Quantity, ...]
-) -> tuple[Quantity, ...]:
+def _with_relative(files: _Files, actions: tuple[Quantity, ...], state: tuple[Quantity, ...]) -> tuple[Quantity, ...]:
     """`actions`, marked relative as `relative_action_keys` says; each of those needs a state of its size."""
     per_horizon = files.flag("relative_action_per_horizon")
     if not (files.flag("relative_action") or per_horizon):

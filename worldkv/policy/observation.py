@@ -143,9 +143,7 @@ def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, 
     return resize_frames(frames, camera.height, camera.width)
 
 
-def _read_state(
-    value: Any, names: ObservationNames, quantity: Quantity, warnings: dict[str, str]
-) -> np.ndarray:
+def _read_state(value: Any, names: ObservationNames, quantity: Quantity, warnings: dict[str, str]) -> np.ndarray:
     """float64 [dim], finite."""
     field = names.state[quantity.key]
     expected = f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
@@ -156,9 +154,7 @@ def _read_state(
     if array.dtype.kind not in "fiu":
         raise BadRequest(f"{field}: expected {expected}, got {type(value).__name__} of {array.dtype}")
     if array.size != quantity.dim or (array.ndim and array.shape[-1] != quantity.dim):
-        raise BadRequest(
-            f"{field}: expected {expected}, got shape {list(array.shape)}; send the newest state only"
-        )
+        raise BadRequest(f"{field}: expected {expected}, got shape {list(array.shape)}; send the newest state only")
     numbers = array.astype(np.float64).reshape(quantity.dim)
     if not np.isfinite(numbers).all():
         raise BadRequest(f"{field}: expected {expected}, got {numbers.tolist()}")
@@ -170,9 +166,7 @@ def _read_state(
     return numbers
 
 
-def _check_range(
-    numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndarray, warnings: dict[str, str]
-) -> None:
+def _check_range(numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndarray, warnings: dict[str, str]) -> None:
     margin = _RANGE_MARGIN * (high - low)
     outside = np.flatnonzero((numbers < low - margin) | (numbers > high + margin))
     if len(outside):

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -42,12 +42,14 @@ class PolicyReply:
     `actions`: float32 [horizon, action_dim], absolute joint positions in radians, then the gripper in 0..1.
     `timings`: milliseconds: preprocess, queue, encode, commit, denoise, total (from `infer` to the reply).
     `warnings`: what is probably wrong with the observation, each told once per session.
+    `decode_video`: the imagined frames, uint8 [T, H, W, 3]; the VAE runs when it is called, in the caller's thread.
     """
 
     actions: np.ndarray
     timings: dict[str, float]
     result: TickResult
     warnings: tuple[str, ...]
+    decode_video: Callable[[], np.ndarray]
 
 
 class Policy:
@@ -209,18 +211,14 @@ class PolicySession:
         else:
             engine_future.add_done_callback(lambda done: self._hand_over(tick, prepared, preprocess, done))
 
-    def _hand_over(
-        self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]
-    ) -> None:
+    def _hand_over(self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]) -> None:
         """Engine thread, perhaps with its locks held: only pass the result on."""
         try:
             self._pool.submit(self._finish, tick, prepared, preprocess, engine_future)
         except RuntimeError:  # the pool is shut down; no lock may be taken here
             tick.fail(EngineStopped("the policy was closed before this tick was done"))
 
-    def _finish(
-        self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]
-    ) -> None:
+    def _finish(self, tick: _Tick, prepared: Prepared, preprocess: float, engine_future: Future[TickResult]) -> None:
         """Policy thread: the model's actions to robot actions."""
         try:
             result = engine_future.result()
@@ -231,7 +229,17 @@ class PolicySession:
             self._settle(tick, error)
         else:
             timings = {"preprocess": preprocess, **result.timings, "total": tick.milliseconds()}
-            self._settle(tick, PolicyReply(actions, timings, result, prepared.warnings), prepared.memory)
+            self._settle(
+                tick,
+                PolicyReply(
+                    actions,
+                    timings,
+                    result,
+                    prepared.warnings,
+                    lambda: self._engine.model.decode_video(result.video_latents),
+                ),
+                prepared.memory,
+            )
 
     def _settle(self, tick: _Tick, outcome: PolicyReply | Exception, memory: Memory | None = None) -> None:
         """End the tick, unless a reset or close has done so; `memory` becomes the session's."""

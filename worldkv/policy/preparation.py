@@ -74,8 +74,7 @@ class Preparation:
         names = OBSERVATION_NAMES.get(embodiment.tag)
         if names is None:
             raise ValueError(
-                f"embodiment: expected one that can be served ({', '.join(OBSERVATION_NAMES)}), "
-                f"got {embodiment.tag!r}"
+                f"embodiment: expected one that can be served ({', '.join(OBSERVATION_NAMES)}), got {embodiment.tag!r}"
             )
         unknown = [camera.name for camera in embodiment.cameras if camera.name not in names.cameras]
         unknown += [quantity.key for quantity in embodiment.state if quantity.key not in names.state]
@@ -133,9 +132,7 @@ class Preparation:
             observation[self._names.state[quantity.key]] = (low + high) / 2
         return observation
 
-    def _extended_views(
-        self, observation: Observation, views: tuple[np.ndarray, ...]
-    ) -> tuple[np.ndarray, ...]:
+    def _extended_views(self, observation: Observation, views: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         """`views` and the new frames, the newest FRAMES_PER_TICK of each; a missing camera is black."""
         shape = (observation.num_frames, self.embodiment.view_height, self.embodiment.view_width, 3)
         extended = []

@@ -26,9 +26,7 @@ _LITERAL_STARTS = ("[", "(", "'", '"')
 def resize_frames(frames: np.ndarray, height: int, width: int) -> np.ndarray:
     """uint8 [T, H, W, 3] -> uint8 [T, height, width, 3]: bilinear with antialias, x255 truncated."""
     pixels_TCHW = torch.from_numpy(np.array(frames)).permute(0, 3, 1, 2).float() / 255
-    resized = F.interpolate(
-        pixels_TCHW, (height, width), mode="bilinear", antialias=True, align_corners=False
-    )
+    resized = F.interpolate(pixels_TCHW, (height, width), mode="bilinear", antialias=True, align_corners=False)
     return (resized * 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
@@ -73,9 +71,7 @@ def normalise_state(state: Mapping[str, np.ndarray], embodiment: Embodiment) -> 
     return padded
 
 
-def absolute_actions(
-    actions: np.ndarray, last_state: Mapping[str, np.ndarray], embodiment: Embodiment
-) -> np.ndarray:
+def absolute_actions(actions: np.ndarray, last_state: Mapping[str, np.ndarray], embodiment: Embodiment) -> np.ndarray:
     """Normalised actions float32 [horizon, >= action_dim] -> robot actions float64 [horizon, action_dim].
 
     Denormalised in float32 and not clamped; then the last observed raw state, float64 [dim] by key, is added

@@ -156,7 +156,8 @@ class Connection:
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
         self._service.metrics.observe_tick(reply.timings)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
-        return pack(infer_reply(request, reply.actions, timing, reply.warnings))
+        details = await asyncio.to_thread(_details, reply) if request.details else None
+        return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))
 
     def _server_timing(self, reply: PolicyReply, infer_ms: float) -> dict[str, float]:
         stages = {f"{stage}_ms": float(ms) for stage, ms in reply.timings.items() if stage != "total"}
@@ -200,6 +201,21 @@ class Connection:
     def _peer(self) -> str:
         client = self._websocket.client
         return f"{client.host}:{client.port}" if client else "a client"
+
+
+def _details(reply: PolicyReply) -> dict[str, Any]:
+    """What a robot does not need but people look at: the imagined frames and how full the cache is."""
+    result = reply.result
+    return {
+        "predicted_video": reply.decode_video(),
+        "cache": {
+            "frames_cached": result.frames_cached,
+            "blocks_used": result.blocks_used,
+            "blocks_free": result.blocks_free,
+            "start_frame": result.start_frame,
+            "restart_reason": result.restart_reason,
+        },
+    }
 
 
 def _raise_if_gone(incoming: asyncio.Task[Any]) -> None:
