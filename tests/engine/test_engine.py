@@ -227,7 +227,7 @@ def test_the_frame_index_passes_1024_in_a_sliding_window() -> None:
 
 
 def test_opening_one_session_too_many_is_refused_with_the_sum() -> None:
-    engine = make_engine("ti2v", max_sessions=2)
+    engine = make_engine("ti2v", max_sessions=2, park_when_full=False)
     sessions = [engine.open_session() for _ in range(2)]
     with pytest.raises(AdmissionRefused, match=r"needs \d+ blocks"):
         engine.open_session()

@@ -104,7 +104,7 @@ def test_a_released_snapshot_says_so(engine: Engine) -> None:
 
 
 def test_snapshots_and_forks_are_charged_when_they_are_taken() -> None:
-    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    engine = make_engine("ti2v", block_size=16, max_sessions=2, park_when_full=False)
     session = engine.open_session()
     tick(engine, session, 0, first=True)
     charged = engine.capacity().num_charged

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from worldkv.engine.admission import Admission, Capacity
@@ -20,6 +22,7 @@ from worldkv.engine.session import Job, Session, Snapshot
 from worldkv.engine.worker import Worker
 from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.kv.cache import KVCache
+from worldkv.kv.parking import park, resume
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
 logger = logging.getLogger(__name__)
@@ -31,8 +34,9 @@ class EngineConfig:
     """`num_blocks` None: as many as `max_sessions` sessions can ever hold.
 
     `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
-    products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. A batch that runs
-    longer than `stuck_after_s` makes the engine unready.
+    products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
+    moves the longest idle sessions to host memory where another needs their room; `park_after_s` those idle for longer.
+    A batch that runs longer than `stuck_after_s` makes the engine unready.
     """
 
     block_size: int = 128
@@ -42,6 +46,8 @@ class EngineConfig:
     max_rows: int = 16
     max_tokens: int = 32768
     batch_invariant: bool = False
+    park_when_full: bool = True
+    park_after_s: float | None = None
     stuck_after_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -83,11 +89,14 @@ class Engine:
     def submit(self, session: Session, inputs: Any, deadline: float | None = None) -> Future[Any]:
         """Start a tick; the future brings a TickResult, or the error after which the session is as it was before.
 
-        `deadline`, in seconds of time.perf_counter, moves it ahead of ticks with later ones.
+        A parked session comes back first; raises AdmissionRefused where there is no room for it.
+        `deadline`, in seconds of time.perf_counter, moves
+        the tick ahead of those with later ones.
         """
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
+            self._charge_if_parked(session)
             job = Job(session, inputs, deadline=deadline)
             job.future.set_running_or_notify_cancel()
             session.job = job
@@ -123,6 +132,7 @@ class Engine:
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
+            self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_snapshot(session))
         return done.result()
 
@@ -131,6 +141,7 @@ class Engine:
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
+            self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_restore(session, snapshot))
         done.result()
 
@@ -140,9 +151,11 @@ class Engine:
         It is charged like any other, since it may come to need a full window of its own.
         """
         with self._condition:
-            if isinstance(source, Session):
-                self._require_free(source)
-            session = self._admit(session_id)
+            parent = source if isinstance(source, Session) else None
+            if parent is not None:
+                self._require_free(parent)
+                self._charge_if_parked(parent)
+            session = self._admit(session_id, keep=parent)
             session.kv = self.cache.create_state()
             self.sessions[session.session_id] = session
             done = self._worker.errand(lambda: self._do_fork(session, source))
@@ -156,6 +169,14 @@ class Engine:
     def release(self, snapshot: Snapshot) -> None:
         """Give a snapshot's references back; safe twice. Returns at once."""
         self._worker.errand(lambda: self._do_release(snapshot))
+
+    def park(self, session: Session) -> None:
+        """Move an idle session's K/V to host memory; its next tick brings it back, bit for bit. Safe twice."""
+        with self._condition:
+            self._worker.require_running()
+            self._require_free(session)
+            done = self._worker.errand(lambda: self._do_park(session))
+        done.result()
 
     # the whole
 
@@ -186,13 +207,30 @@ class Engine:
         self.sessions.clear()
         self._snapshots.clear()
 
-    def _admit(self, session_id: str | None) -> Session:
+    def _admit(self, session_id: str | None, keep: Session | None = None) -> Session:
         self._worker.require_running()
         session_id = session_id or uuid.uuid4().hex
         if session_id in self.sessions:
             raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+        return Session(session_id, self._charge_session(keep))
+
+    def _charge_if_parked(self, session: Session) -> None:
+        """Charge a session whose blocks were given up, before work that brings it back. The condition is held."""
+        if not session.num_blocks_charged:
+            session.num_blocks_charged = self._charge_session(keep=session)
+
+    def _charge_session(self, keep: Session | None = None) -> int:
+        """Charge a session that comes; what is being closed, then what idles, makes room. The condition is held."""
         self._condition.wait_for(lambda: self.admission.has_room() or not self._num_closing, _CLOSE_WAIT_S)
-        return Session(session_id, self.admission.charge_session())
+        while self.config.park_when_full and not self.admission.has_room():
+            idle = [s for s in self.sessions.values() if s.job is None and s.num_blocks_charged and s is not keep]
+            if not idle:
+                break
+            longest = min(idle, key=lambda session: session.last_used)
+            parked = self._worker.errand(partial(self._do_park, longest))
+            if not self._condition.wait_for(parked.done, _CLOSE_WAIT_S) or not parked.result():
+                break
+        return self.admission.charge_session()
 
     def _require_open(self, session: Session) -> None:
         if session.closed_for is not None:
@@ -229,6 +267,7 @@ class Engine:
 
     def begin(self, job: Job) -> Generator[Any, Any, Any]:
         session = job.session
+        self._bring_back(session)
         job.rollback = session.kv.snapshot()
         program: Generator[Any, Any, Any] = self.model.tick(self.cache, session.kv, session.rollout, job.inputs)
         return program
@@ -246,11 +285,40 @@ class Engine:
         pool = self.cache.pool
         return replace(result, timings=job.milliseconds(), blocks_used=pool.num_used, blocks_free=pool.num_free)
 
+    def between_batches(self) -> None:
+        """Park what has been idle for too long."""
+        if self.config.park_after_s is None:
+            return
+        limit = time.monotonic() - self.config.park_after_s
+        for session in list(self.sessions.values()):
+            if session.last_used < limit:
+                self._do_park(session)
+
+    def _do_park(self, session: Session) -> bool:
+        """Whether the session is parked now; a tick that came meanwhile keeps it here."""
+        with self._condition:
+            if session.job is not None or session.closed_for is not None:
+                return False
+            if session.parked is None:
+                session.parked = park(self.cache, session.kv)
+                logger.info("session %s parked: %d bytes", session.session_id, session.parked.num_bytes)
+            self.admission.refund(session.num_blocks_charged)
+            session.num_blocks_charged = 0
+            self._condition.notify_all()
+        return True
+
+    def _bring_back(self, session: Session) -> None:
+        if session.parked is not None:
+            resume(self.cache, session.kv, session.parked)
+            session.parked = None
+
     def _do_reset(self, session: Session) -> None:
+        session.parked = None
         session.kv.reset()
         session.rollout = self.model.new_rollout()
 
     def _do_close(self, session: Session) -> None:
+        session.parked = None
         session.kv.close()
         with self._condition:
             self._num_closing -= 1
@@ -258,6 +326,7 @@ class Engine:
             self._condition.notify_all()
 
     def _do_snapshot(self, session: Session) -> Snapshot:
+        self._bring_back(session)
         kv = session.kv.snapshot()
         try:
             with self._condition:
@@ -271,6 +340,7 @@ class Engine:
 
     def _do_restore(self, session: Session, snapshot: Snapshot) -> None:
         self._require_valid(snapshot)
+        session.parked = None
         session.kv.restore(snapshot.kv)
         session.rollout = snapshot.rollout
 
@@ -278,6 +348,7 @@ class Engine:
         if isinstance(source, Snapshot):
             self._do_restore(session, source)
             return
+        self._bring_back(source)
         frozen = source.kv.snapshot()
         session.kv.restore(frozen)
         session.rollout = source.rollout

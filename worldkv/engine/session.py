@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from worldkv.kv.parking import ParkedKV
 from worldkv.kv.state import KVSnapshot, KVState
 
 
@@ -21,6 +22,8 @@ class Session:
     rollout: Any = None
     closed_for: str | None = None
     job: Job | None = None  # the tick in flight
+    parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
+    last_used: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, eq=False)

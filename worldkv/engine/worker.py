@@ -22,10 +22,11 @@ from worldkv.errors import EngineStopped
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_IDLE_TURN_S = 0.5
 
 
 class Host(Protocol):
-    """Whose ticks the worker runs. All three are called on the worker's thread."""
+    """Whose ticks the worker runs. All are called on the worker's thread."""
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Run requests of one kind together; all succeed, commits included, or it raises and none had an effect."""
@@ -33,6 +34,10 @@ class Host(Protocol):
 
     def begin(self, job: Job) -> Generator[Any, Any, Any]:
         """Take the rollback point of a tick and return its program."""
+        ...
+
+    def between_batches(self) -> None:
+        """Housekeeping, at least once every _IDLE_TURN_S seconds."""
         ...
 
     def end(self, job: Job, result: Any, error: BaseException | None) -> Any:
@@ -81,7 +86,7 @@ class Worker:
         self.condition.notify_all()
 
     def errand(self, change: Callable[[], T]) -> Future[T]:
-        """Do `change` on the worker's thread between two batches."""
+        """Do `change` on the worker's thread between two batches; at once when called from there."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -90,6 +95,9 @@ class Worker:
             except Exception as error:
                 done.set_exception(error)
 
+        if threading.current_thread() is self._thread:
+            run()
+            return done
         with self.condition:
             self._errands.append(run)
             self.condition.notify_all()
@@ -123,7 +131,7 @@ class Worker:
     def _turn(self) -> bool:
         """Errands, cancelled ticks, new ticks, then one batch. False when the worker is to stop."""
         with self.condition:
-            self.condition.wait_for(lambda: self._stopping or self._jobs or self._errands)
+            self.condition.wait_for(lambda: self._stopping or self._jobs or self._errands, _IDLE_TURN_S)
             if self._stopping:
                 return False
             jobs = list(self._jobs)
@@ -139,6 +147,7 @@ class Worker:
         batch = self._scheduler.next_batch([job for job in jobs if not job.future.done()])
         if batch:
             self._run_batch(batch)
+        self._host.between_batches()
         return True
 
     def _start(self, job: Job) -> None:
@@ -193,6 +202,7 @@ class Worker:
             self._jobs.remove(job)
             if job.session.job is job:
                 job.session.job = None
+                job.session.last_used = time.monotonic()
         with suppress(Exception):  # a done callback of the caller's must not end the engine
             if error is not None:
                 job.future.set_exception(error)

@@ -16,8 +16,6 @@ from worldkv.kv.cache import KVCache
 from worldkv.kv.conditioning import ConditioningEntry
 from worldkv.kv.forward import AttentionRow, ForwardContext
 
-HALVES = ("text", "image")
-
 
 @dataclass(frozen=True)
 class BranchHistory:
@@ -51,11 +49,17 @@ class _PagedForward:
         self._plan: Any = None
 
     def plan(self, num_queries: int) -> Any:
+        """Raises ValueError for a number of tokens that is not this forward's, RuntimeError once it is over."""
+        if self.context.closed:
+            raise RuntimeError("this forward was committed, abandoned or replaced; ask for the layers' contexts anew")
+        num_draft_tokens = num_queries - self.context.num_tokens
+        if num_draft_tokens < 0 or (num_draft_tokens and self.context.commits):
+            raise ValueError(f"expected {self.context.num_tokens} tokens in this forward, got {num_queries}")
+        row = self.context.activate(num_draft_tokens)
+        if row.num_queries != num_queries:
+            raise ValueError(f"this forward began with {row.num_queries} tokens, this layer brings {num_queries}")
         if self._plan is None:
-            num_draft_tokens = num_queries - self.context.num_tokens
-            if num_draft_tokens < 0 or (num_draft_tokens and self.context.commits):
-                raise ValueError(f"expected {self.context.num_tokens} tokens in this forward, got {num_queries}")
-            self._plan = self._cache.backend.plan(self._cache.storage, [self.context.activate(num_draft_tokens)])
+            self._plan = self._cache.backend.plan(self._cache.storage, [row])
         return self._plan
 
 
@@ -126,10 +130,11 @@ class ARDiffusionKVState:
         self.state.abandon()
 
     def set_cross_kv(self, is_negative: bool, half: str, key: str, layers: Iterable[tuple[Any, Any]]) -> None:
-        """Publish one half ("text" or "image") from per-layer K/V; equal keys are stored once."""
-        if half not in HALVES:
-            raise ValueError(f"half: expected one of {HALVES}, got {half!r}")
-        num_tokens = self._cache.spec.conditioning[half]
+        """Publish one half ("text", "image") from per-layer K/V; equal keys are stored once."""
+        halves = self._cache.spec.conditioning
+        if half not in halves:
+            raise ValueError(f"half: expected one of {list(halves)}, got {half!r}")
+        num_tokens = halves[half]
         entry = self._cache.conditioning.publish(key, num_tokens, layers)
         self.state.set_conditioning(self.history(is_negative).branch, half, entry)
 

@@ -53,9 +53,9 @@ class BlockTable:
         write. A block is written in place only if nobody else holds it and no committed slot in it is overwritten.
         """
         touched = sorted({index for r in writes if r for index in self._blocks_of(r)})
-        assert not touched or touched[-1] < len(self.blocks) + len(touched), "a write leaves a hole in the table"
         replace = [i for i in touched if i < len(self.blocks) and self._must_replace(i, writes, num_committed)]
         append = [i for i in touched if i >= len(self.blocks)]
+        assert append == [len(self.blocks) + i for i in range(len(append))], "a write leaves a hole in the table"
         fresh = self.pool.allocate(len(replace) + len(append))
         if fresh is None:
             return None

@@ -61,28 +61,36 @@ class ConditioningStore:
     def publish(self, key: str, num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> ConditioningEntry:
         """Store K/V [num_tokens, heads, head_dim] of every layer, with one reference. All or nothing.
 
-        If `layers` raises half-way, or has another number of layers than the storage, nothing is published and the
-        blocks go back. Where the key is stored already, `layers` is not consumed.
+        If `layers` raises half-way, or is not what the storage holds (ValueError), nothing is published and the blocks
+        go back. Where the key is stored already, `layers` is not consumed.
         """
         stored = self.acquire(key)
         if stored is not None:
+            assert stored.num_tokens == num_tokens, f"{key!r} stands for {stored.num_tokens} and {num_tokens} tokens"
             return stored
         blocks = self._pool.allocate(blocks_for(num_tokens, self._storage.block_size))
         if blocks is None:
             raise OutOfBlocks(f"conditioning of {num_tokens} tokens: {self._pool.num_free} blocks are free")
         try:
-            num_layers = 0
-            for layer, (k, v) in enumerate(layers):
-                self._storage.write_blocks(layer, blocks, k, v)
-                num_layers += 1
-            if num_layers != self._storage.num_layers:
-                raise ValueError(f"conditioning: expected {self._storage.num_layers} layers, got {num_layers}")
+            self._write(blocks, num_tokens, layers)
         except BaseException:
             self._pool.release(blocks)
             raise
         entry = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
         self._entries[key] = entry
         return entry
+
+    def _write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:
+        expected, num_layers = self._storage.num_layers, 0
+        for layer, (k, v) in enumerate(layers):
+            if layer == expected:
+                raise ValueError(f"conditioning: expected {expected} layers, got more")
+            if len(k) != num_tokens or len(v) != num_tokens:
+                raise ValueError(f"conditioning: expected {num_tokens} tokens, got {len(k)} of K and {len(v)} of V")
+            self._storage.write_blocks(layer, blocks, k, v)
+            num_layers += 1
+        if num_layers != expected:
+            raise ValueError(f"conditioning: expected {expected} layers, got {num_layers}")
 
     def share(self, entry: ConditioningEntry) -> ConditioningEntry:
         assert entry.num_references > 0, "a freed conditioning entry cannot be shared"

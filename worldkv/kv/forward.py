@@ -72,7 +72,11 @@ class ForwardContext:
                 f"branch {self.branch.name!r}: no room for {self.num_tokens + num_draft_tokens} tokens; "
                 f"{table.pool.num_free} of {table.pool.num_blocks} blocks are free"
             )
-        self.branch.storage.copy_blocks(staged.copies)
+        try:
+            self.branch.storage.copy_blocks(staged.copies)
+        except BaseException:
+            table.abort(staged)
+            raise
         self.placement, self.staged = placement, staged
         self._row = self._make_row(placement, staged)
         return self._row

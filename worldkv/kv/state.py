@@ -52,7 +52,7 @@ class KVSnapshot:
     """A frozen history of all branches. Holds references until `release`; any number of restores and forks."""
 
     def __init__(self, cache: KVCache, branches: Mapping[str, BranchSnapshot]) -> None:
-        self._cache = cache
+        self.cache = cache
         self.branches = dict(branches)
 
     @property
@@ -73,7 +73,7 @@ class KVSnapshot:
         for branch in self.branches.values():
             branch.table.release()
             for entry in branch.conditioning.values():
-                self._cache.conditioning.release(entry)
+                self.cache.conditioning.release(entry)
         self.branches = {}
 
 
@@ -131,7 +131,12 @@ class KVState:
     # conditioning
 
     def set_conditioning(self, branch: str, half: str, entry: ConditioningEntry) -> None:
-        """Attach a published half (the caller's reference goes to the branch) and release the one it replaces."""
+        """Attach a published half (the caller's reference goes to the branch) and release the one it replaces.
+
+        Raises ValueError, and takes no reference, for a half that the spec does not have.
+        """
+        if half not in self._cache.spec.conditioning:
+            raise ValueError(f"half: expected one of {list(self._cache.spec.conditioning)}, got {half!r}")
         replaced = self.branches[branch].conditioning.get(half)
         self.branches[branch].conditioning[half] = entry
         if replaced is not None:
@@ -176,7 +181,14 @@ class KVState:
         return KVSnapshot(self._cache, {name: self._freeze(state) for name, state in self.branches.items()})
 
     def restore(self, snapshot: KVSnapshot) -> None:
-        """Go back to a snapshot, which stays valid. What was committed since is given back."""
+        """Go back to a snapshot, which stays valid. What was committed since is given back.
+
+        Raises ValueError, with nothing changed, for a snapshot that is released, of another cache or of other branches.
+        """
+        if snapshot.is_released:
+            raise ValueError("the snapshot is released; nothing is left to go back to")
+        if snapshot.cache is not self._cache:
+            raise ValueError("the snapshot is of another cache, whose blocks this one does not have")
         if set(snapshot.branches) != set(self.branches):
             raise ValueError(f"snapshot has branches {list(snapshot.branches)}, this state {list(self.branches)}")
         self.abandon()

@@ -6,7 +6,8 @@ tensors that one op mutates, and are zero-initialised, so that no kernel multipl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,26 @@ import torch
 
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.spec import KVSpec
+
+
+@dataclass(frozen=True)
+class HostBlocks:
+    """Copies of blocks in host memory: K and V [blocks, block_size, heads, head_dim] of every layer."""
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0][0].shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
+
+    def tokens(self, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V [num_tokens, heads, head_dim] of each layer."""
+        for k, v in self.layers:
+            yield k.flatten(0, 1)[:num_tokens], v.flatten(0, 1)[:num_tokens]
 
 
 class KVStorage:
@@ -62,7 +83,7 @@ class KVStorage:
         index = torch.tensor(blocks, device=self.device)
         padding = len(blocks) * self.block_size - k_THD.shape[0]
         for tensor, tokens in ((self.k[layer], k_THD), (self.v[layer], v_THD)):
-            padded = torch.nn.functional.pad(tokens.to(self.dtype), (0, 0, 0, 0, 0, padding))
+            padded = torch.nn.functional.pad(tokens.to(self.device, self.dtype), (0, 0, 0, 0, 0, padding))
             tensor[index] = padded.reshape(len(blocks), self.block_size, *padded.shape[1:])
 
     def gather(
@@ -73,3 +94,26 @@ class KVStorage:
         index = torch.from_numpy(physical + logical_slots % self.block_size).to(self.device)
         k, v = self.slots(layer)
         return k[index], v[index]
+
+    def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
+        """Copy blocks to the host (pinned and asynchronous on a GPU: `synchronize` before they are read)."""
+        index = torch.tensor(blocks, device=self.device, dtype=torch.long)
+        return HostBlocks(
+            [(self._to_host(k[index]), self._to_host(v[index])) for k, v in zip(self.k, self.v, strict=True)]
+        )
+
+    def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
+        """Copy blocks from the host into `blocks`, in order."""
+        index = torch.tensor(blocks, device=self.device, dtype=torch.long)
+        for layer, (k, v) in enumerate(host.layers):
+            self.k[layer][index] = k.to(self.device, non_blocking=True)
+            self.v[layer][index] = v.to(self.device, non_blocking=True)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,121 @@
+"""Idle sessions on the host: bit for bit the same afterwards, by call, under pressure, and after a while."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from engines import make_engine, make_inputs  # noqa: E402
+
+from worldkv.engine.engine import Engine  # noqa: E402
+from worldkv.errors import AdmissionRefused  # noqa: E402
+
+
+def ticks(engine: Engine, session: Any, first: int, count: int) -> list[Any]:
+    return [
+        engine.submit(session, make_inputs(engine, seed, 1 if seed == 0 else 4)).result()
+        for seed in range(first, first + count)
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(a.actions, b.actions)) and torch.equal(a.video_latents, b.video_latents)
+
+
+@pytest.mark.parametrize("policy", ["reset", "slide"])
+def test_a_parked_session_holds_no_block_and_goes_on_bit_for_bit(policy: str) -> None:
+    engine = make_engine("ti2v", block_size=16, window_policy=policy)
+    expected = ticks(engine, engine.open_session(), 0, 7)
+    engine.close(next(iter(engine.sessions.values())), "done")
+    session = engine.open_session()
+    got = []
+    for seed in range(7):
+        got += ticks(engine, session, seed, 1)
+        engine.park(session)
+        engine.park(session)
+        assert engine.cache.pool.num_used == 0
+        assert engine.capacity().num_charged == 0
+    assert all(same(a, b) for a, b in zip(expected, got, strict=True))
+    engine.shutdown()
+    engine.cache.pool.check()
+    assert engine.cache.pool.num_used == 0
+
+
+def test_more_sessions_than_fit_take_turns_on_the_host() -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    sessions = [engine.open_session() for _ in range(5)]
+    rounds = [[ticks(engine, session, seed, 1)[0] for session in sessions] for seed in range(3)]
+    for results in rounds:
+        assert all(same(results[0], result) for result in results), "parking changed a session's result"
+    engine.shutdown()
+    assert engine.cache.pool.num_used == 0
+
+
+def test_a_busy_session_is_never_parked() -> None:
+    engine = make_engine("ti2v", max_sessions=1)
+    session = engine.open_session()
+    future = engine.submit(session, make_inputs(engine, 0, 1))
+    with pytest.raises(AdmissionRefused):
+        engine.open_session()
+    assert future.result().restart_reason == "first tick"
+    engine.open_session()
+    assert session.parked is not None
+    engine.shutdown()
+
+
+def test_an_idle_session_is_parked_after_a_while() -> None:
+    engine = make_engine("ti2v", park_after_s=0.05)
+    session = engine.open_session()
+    ticks(engine, session, 0, 1)
+    deadline = time.monotonic() + 10
+    while session.parked is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert session.parked is not None
+    assert session.parked.num_bytes > 0
+    assert ticks(engine, session, 1, 1)[0].restart_reason is None
+    engine.shutdown()
+
+
+def test_a_parked_session_can_be_frozen_forked_reset_and_closed() -> None:
+    engine = make_engine("ti2v", block_size=16)
+    session = engine.open_session()
+    ticks(engine, session, 0, 2)
+    engine.park(session)
+    snapshot = engine.snapshot(session)
+    first = ticks(engine, session, 5, 1)[0]
+    engine.park(session)
+    fork = engine.fork(snapshot)
+    assert same(ticks(engine, fork, 5, 1)[0], first)
+    engine.park(fork)
+    engine.restore(fork, snapshot)
+    assert same(ticks(engine, fork, 5, 1)[0], first)
+    engine.park(fork)
+    child = engine.fork(fork)
+    assert same(ticks(engine, child, 6, 1)[0], ticks(engine, fork, 6, 1)[0])
+    engine.park(child)
+    engine.reset(child)
+    assert ticks(engine, child, 0, 1)[0].restart_reason == "first tick"
+    engine.park(child)
+    engine.close(child, "done")
+    engine.shutdown()
+    engine.cache.pool.check()
+    assert engine.cache.pool.num_used == 0
+
+
+def test_forking_in_a_full_house_parks_others_but_not_the_source() -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    source, other = engine.open_session(), engine.open_session()
+    ticks(engine, other, 0, 1)
+    ticks(engine, source, 0, 2)
+    source.last_used = 0.0
+    fork = engine.fork(source)
+    assert other.parked is not None
+    assert source.parked is None
+    assert ticks(engine, fork, 2, 1)[0].restart_reason is None
+    engine.shutdown()
