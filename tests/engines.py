@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.models.dreamzero import TickInputs
+from worldkv.models.tick_io import TickInputs
 from worldkv.models.random_checkpoint import write_random_checkpoint
 from worldkv.policy.assembly import load_engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -17,7 +18,8 @@ from engines import make_engine, make_inputs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from worldkv.engine.engine import EngineConfig  # noqa: E402
-from worldkv.models.dreamzero import TickInputs  # noqa: E402
+from worldkv.errors import BadRequest  # noqa: E402
+from worldkv.models.tick_io import TickInputs, fill_chunk  # noqa: E402
 from worldkv.policy.assembly import load_engine  # noqa: E402
 from worldkv.sampling.step_skipping import Steps  # noqa: E402
 
@@ -87,11 +89,9 @@ def test_the_seeded_noise_is_the_same_at_every_tick() -> None:
 
 
 def test_four_frames_become_nine_and_eight_are_not_repeated() -> None:
-    engine = make_engine("ti2v")
     for num_frames, expected in ((4, [0, 0, 0, 1, 1, 2, 2, 3, 3]), (8, [0, *range(8)]), (9, list(range(9)))):
         frames = np.arange(num_frames, dtype=np.uint8).reshape(-1, 1, 1, 1)
-        assert engine.model._observation_frames(frames).ravel().tolist() == expected
-    engine.shutdown()
+        assert fill_chunk(frames, 2).ravel().tolist() == expected
 
 
 def test_a_restart_on_four_frames_begins_with_the_newest() -> None:
@@ -103,4 +103,39 @@ def test_a_restart_on_four_frames_begins_with_the_newest() -> None:
     newest = make_inputs(engine, 0, 1)
     newest = TickInputs(many.frames[-1:], many.state, newest.token_ids, newest.attention_mask)
     assert np.array_equal(from_four.actions, engine.submit(session, newest).result().actions)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+def test_an_imagined_rollout_feeds_predictions_back_past_a_window_restart(kind: str) -> None:
+    engine = make_engine(kind, block_size=16)
+    session = engine.open_session()
+    first = engine.submit(session, make_inputs(engine, 0, 1)).result()
+    dream = dataclasses.replace(make_inputs(engine, 1), frames=None)
+    given = dataclasses.replace(dream, latents=first.video_latents)
+    by_hand = engine.submit(engine.fork(session), given).result()
+    results = [engine.submit(session, dream).result() for _ in range(5)]
+    assert torch.equal(results[0].observed_latents, first.video_latents)
+    assert np.array_equal(results[0].actions, by_hand.actions)
+    assert [result.restart_reason for result in results] == [None, None, None, "window full", None]
+    assert all(np.isfinite(result.actions).all() for result in results)
+    engine.shutdown()
+
+
+def test_nothing_can_be_imagined_before_the_first_frames() -> None:
+    engine = make_engine("ti2v")
+    with pytest.raises(BadRequest, match="frames"):
+        engine.submit(engine.open_session(), dataclasses.replace(make_inputs(engine, 0), frames=None)).result()
+    engine.shutdown()
+
+
+def test_another_seed_gives_another_future_and_the_same_seed_the_same() -> None:
+    engine = make_engine("ti2v")
+    session = engine.open_session()
+    engine.submit(session, make_inputs(engine, 0, 1)).result()
+    futures = [
+        engine.submit(engine.fork(session), make_inputs(engine, 1, noise_seed=seed)).result() for seed in (1, 2, 1)
+    ]
+    assert np.array_equal(futures[0].actions, futures[2].actions)
+    assert not np.array_equal(futures[0].actions, futures[1].actions)
     engine.shutdown()

@@ -84,7 +84,7 @@ def test_a_draft_can_be_repeated_with_the_same_result(engine: Engine) -> None:
     program = engine.model.tick(engine.cache, session.kv, session.rollout, make_inputs(engine, 0, 1))
     request = next(program)
     while not (isinstance(request, ForwardRequest) and request.stage == "denoise"):
-        request = program.send(engine._execute([request])[0])
+        request = program.send(engine.execute([request])[0])
     first = engine.model.forward(engine.cache, request.rows)
     second = engine.model.forward(engine.cache, request.rows)
     for a, b in zip(first, second, strict=True):

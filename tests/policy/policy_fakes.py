@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from worldkv.errors import SessionBusy, SessionEnded
-from worldkv.models.dreamzero import TickInputs, TickResult
+from worldkv.models.tick_io import TickInputs, TickResult
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.experiment_cfg import read_embodiment
 
@@ -33,9 +33,7 @@ def conf() -> dict[str, Any]:
         "relative_action_per_horizon": False,
         "relative_action_keys": ["joint_position"],
         "action_horizon": HORIZON,
-        "modality_configs": {
-            "oxe_droid": {kind: {"modality_keys": list(names)} for kind, names in keys.items()}
-        },
+        "modality_configs": {"oxe_droid": {kind: {"modality_keys": list(names)} for kind, names in keys.items()}},
         "transforms": {
             "oxe_droid": {
                 "transforms": [
@@ -43,9 +41,7 @@ def conf() -> dict[str, Any]:
                     step("VideoResize", height=16, width=24, interpolation="linear"),
                     step("StateActionTransform", normalization_modes=dict.fromkeys(keys["state"], "q99")),
                     step("StateActionTransform", normalization_modes=dict.fromkeys(keys["action"], "q99")),
-                    step(
-                        "ConcatTransform", **{f"{kind}_concat_order": names for kind, names in keys.items()}
-                    ),
+                    step("ConcatTransform", **{f"{kind}_concat_order": names for kind, names in keys.items()}),
                     step(
                         "DreamTransform",
                         max_state_dim=16,

@@ -70,9 +70,7 @@ def test_a_tick_answers_with_absolute_actions_and_times(policy: Policy, engine: 
     assert inputs.token_ids.dtype == np.int64
 
 
-def test_the_first_tick_sends_one_frame_and_later_ticks_four(
-    policy: Policy, engine: fakes.FakeEngine
-) -> None:
+def test_the_first_tick_sends_one_frame_and_later_ticks_four(policy: Policy, engine: fakes.FakeEngine) -> None:
     session = policy.open_session()
     seen = [fakes.observation(seed) for seed in range(6)]
     for observation in seen:
@@ -80,25 +78,17 @@ def test_the_first_tick_sends_one_frame_and_later_ticks_four(
     frames = [inputs.frames for _, inputs in engine.submitted]
     assert [len(f) for f in frames] == [1, 4, 4, 4, 4, 4]
     assert np.array_equal(frames[0], _tiled(seen[:1], policy))
-    assert np.array_equal(frames[1], _tiled([seen[0]] * 3 + [seen[1]], policy)), (
-        "padded with the oldest, in front"
-    )
+    assert np.array_equal(frames[1], _tiled([seen[0]] * 3 + [seen[1]], policy)), "padded with the oldest, in front"
     assert np.array_equal(frames[2], _tiled([seen[0]] * 2 + seen[1:3], policy))
     assert np.array_equal(frames[5], _tiled(seen[2:6], policy))
 
 
-def test_a_stack_extends_the_buffer_and_its_newest_frames_count(
-    policy: Policy, engine: fakes.FakeEngine
-) -> None:
+def test_a_stack_extends_the_buffer_and_its_newest_frames_count(policy: Policy, engine: fakes.FakeEngine) -> None:
     session = policy.open_session()
     single = [fakes.observation(seed) for seed in range(9)]
 
     def stack(observations: list[dict]) -> dict:
-        images = {
-            name: np.concatenate([o[name] for o in observations])
-            for name in observations[0]
-            if "image" in name
-        }
+        images = {name: np.concatenate([o[name] for o in observations]) for name in observations[0] if "image" in name}
         return {**observations[0], **images}
 
     session.infer(stack(single[:2])).result(TIMEOUT)
@@ -106,9 +96,7 @@ def test_a_stack_extends_the_buffer_and_its_newest_frames_count(
     session.infer(stack(single[3:9])).result(TIMEOUT)
     frames = [inputs.frames for _, inputs in engine.submitted]
     assert np.array_equal(frames[0], _tiled(single[1:2], policy))
-    assert np.array_equal(frames[1], _tiled([single[0], *single[:3]], policy)), (
-        "the first stack is remembered"
-    )
+    assert np.array_equal(frames[1], _tiled([single[0], *single[:3]], policy)), "the first stack is remembered"
     assert np.array_equal(frames[2], _tiled(single[5:9], policy))
 
 
@@ -164,9 +152,7 @@ def test_a_failed_tick_can_be_retried_with_the_identical_result(
     np.testing.assert_array_equal(got.actions, expected.actions)
 
 
-def test_a_first_tick_that_fails_is_still_the_first_when_retried(
-    policy: Policy, engine: fakes.FakeEngine
-) -> None:
+def test_a_first_tick_that_fails_is_still_the_first_when_retried(policy: Policy, engine: fakes.FakeEngine) -> None:
     session = policy.open_session()
     engine.fail_next = OutOfBlocks("no room now")
     with pytest.raises(OutOfBlocks):
@@ -303,9 +289,7 @@ def test_a_reset_during_preprocessing_keeps_the_tick_from_the_engine(
     assert len(engine.submitted) == 1, "the abandoned tick must not reach the engine"
 
 
-def test_close_is_safe_twice_and_says_why_nothing_works_any_more(
-    policy: Policy, engine: fakes.FakeEngine
-) -> None:
+def test_close_is_safe_twice_and_says_why_nothing_works_any_more(policy: Policy, engine: fakes.FakeEngine) -> None:
     session = policy.open_session("robot")
     _run(session)
     session.close("client went away")
@@ -402,9 +386,7 @@ def test_metadata_is_the_six_keys_of_roboarena(policy: Policy) -> None:
     }
 
 
-def test_it_is_ready_after_warming_up_in_a_session_that_is_gone(
-    policy: Policy, engine: fakes.FakeEngine
-) -> None:
+def test_it_is_ready_after_warming_up_in_a_session_that_is_gone(policy: Policy, engine: fakes.FakeEngine) -> None:
     assert not policy.health().ready
     engine.warm_up()
     assert policy.health() == fakes.FakeHealth(False, "warming up")

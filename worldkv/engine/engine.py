@@ -89,9 +89,8 @@ class Engine:
     def submit(self, session: Session, inputs: Any, deadline: float | None = None) -> Future[Any]:
         """Start a tick; the future brings a TickResult, or the error after which the session is as it was before.
 
-        A parked session comes back first; raises AdmissionRefused where there is no room for it.
-        `deadline`, in seconds of time.perf_counter, moves
-        the tick ahead of those with later ones.
+        `deadline`, in seconds of time.perf_counter, moves the tick ahead of those with later ones. A parked session
+        comes back first; raises AdmissionRefused where there is no room for it.
         """
         with self._condition:
             self._worker.require_running()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
 from worldkv.kv.window import Window, WindowPolicy
 from worldkv.models.dreamzero_config import DreamZeroConfig
+from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
 from worldkv.models.wan_dit import ForwardPlans, WanDiT, num_draft_tokens
 from worldkv.models.wan_encoders import WanEncoders
 from worldkv.models.world_model import EncodeRequest, ForwardRequest, ForwardRow, Request, RowOutput
@@ -29,43 +30,7 @@ from worldkv.sampling.step_skipping import StepChooser, Steps, check_steps
 from worldkv.sampling.unipc import SolverState, UniPCSchedule
 
 CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
-_FRAMES_PER_LATENT = 4  # the VAE's stride in time
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
-
-Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
-Trace = Callable[[str, torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class TickInputs:
-    """What one tick is given. `state` is normalised and zero-padded; `frames` are tiled camera images.
-
-    Noise that is None is drawn from the model's seed, the same at every tick, as the reference does.
-    """
-
-    frames: np.ndarray  # uint8 [T, H, W, 3]; T == 1 restarts the window
-    state: np.ndarray  # float64 [1, max_state_dim]
-    token_ids: np.ndarray  # int64 [1, text_len]
-    attention_mask: np.ndarray  # int64 [1, text_len]
-    negative_prompt: Prompt | None = None  # None: the model's own
-    noise_video: torch.Tensor | None = None  # [1, C, F, h, w]
-    noise_action: torch.Tensor | None = None  # [1, horizon, action_dim]
-    trace: Trace | None = None  # called with (quantity, tensor) as the tick goes
-
-
-@dataclass(frozen=True)
-class TickResult:
-    """What one tick gives. Latents are normalised; `actions` are in the model's own units, [-1, 1] mostly."""
-
-    actions: np.ndarray  # float32 [horizon, action_dim]
-    video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
-    observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
-    restart_reason: str | None
-    start_frame: int  # frame index at which the denoised chunk starts
-    timings: dict[str, float] = field(default_factory=dict)  # milliseconds: queue, encode, commit, denoise, total
-    frames_cached: int = 0
-    blocks_used: int = 0
-    blocks_free: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +39,7 @@ class Rollout:
 
     prompt_key: str | None = None  # digest of the last prompt's tokens
     first_frame_condition: torch.Tensor | None = None  # [4 + C, latent frames, h, w], of the window's first frame
+    prediction: torch.Tensor | None = None  # [C, F, h, w], what the last tick imagined
 
 
 class DreamZero:
@@ -140,6 +106,9 @@ class DreamZero:
     def _encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.encoders.image.encode(pixels)
 
+    def _encode_decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return self.decode(latents)
+
     def _encode_video(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.encoders.vae.encode(pixels)
 
@@ -159,17 +128,20 @@ class DreamZero:
         self, cache: KVCache, kv: KVState, rollout: Rollout, inputs: TickInputs
     ) -> Generator[Request, Any, tuple[TickResult, Rollout]]:
         """One tick's program: yields what must run, returns (result, the rollout after it)."""
-        self._check(inputs)
+        check_inputs(self.config, inputs, rollout.prediction is not None)
         trace = inputs.trace or _ignore
         prompt_key = _digest(inputs.token_ids, inputs.attention_mask)
         reason = self._restart_reason(rollout, kv, prompt_key, inputs)
         if reason is not None:
             kv.reset(keep=("text",) if prompt_key == rollout.prompt_key else ())
             yield from self._condition_on_text(cache, kv, inputs, trace)
-            condition, observed = yield from self._start_window(cache, kv, inputs, trace)
+            pixels, image_key = yield from self._first_image(inputs, rollout)
+            condition, observed = yield from self._start_window(cache, kv, inputs, pixels, image_key, trace)
             rollout = replace(rollout, prompt_key=prompt_key, first_frame_condition=condition)
+        elif inputs.frames is None:
+            observed = self._imagined(inputs, rollout)
         else:
-            pixels = self._pixels(self._observation_frames(inputs.frames))
+            pixels = self._pixels(fill_chunk(inputs.frames, self.config.frames_per_chunk))
             latents = yield EncodeRequest("video", pixels)
             trace("observed_latents", latents)
             observed = latents[0, :, -self.config.frames_per_chunk :]
@@ -188,7 +160,7 @@ class DreamZero:
             start_frame=start_frame,
             frames_cached=start_frame,
         )
-        return result, rollout
+        return result, replace(rollout, prediction=video)
 
     def _restart_reason(self, rollout: Rollout, kv: KVState, prompt_key: str, inputs: TickInputs) -> str | None:
         """The reference's four rules, in its order."""
@@ -197,7 +169,7 @@ class DreamZero:
             return "first tick"
         if prompt_key != rollout.prompt_key:
             return "prompt changed"
-        if inputs.frames.shape[0] == 1:
+        if inputs.frames is not None and inputs.frames.shape[0] == 1:
             return "single frame"
         # what is observed takes the place of the chunk that was denoised, and the next one must fit as well
         if self.spec.window.policy == "reset" and not self.spec.window.has_room(
@@ -228,14 +200,25 @@ class DreamZero:
                 )
             kv.set_conditioning(branch, "text", entry)
 
-    def _start_window(
-        self, cache: KVCache, kv: KVState, inputs: TickInputs, trace: Trace
-    ) -> Generator[Request, Any, tuple[torch.Tensor | None, torch.Tensor]]:
-        """Attach the image half, and encode the window's first frame: (first-frame condition, its latents)."""
+    def _first_image(self, inputs: TickInputs, rollout: Rollout) -> Generator[Request, Any, tuple[torch.Tensor, str]]:
+        """The frame a window starts with: pixels [1, 3, 1, H, W] and the key of its conditioning."""
+        if inputs.frames is None:
+            latents = self._imagined(inputs, rollout)
+            video = yield EncodeRequest("decode", latents[None])
+            return video[:, :, -1:].to(self._dit.dtype), f"imagined:{_digest(latents.float().cpu().numpy())}"
         # a request of 4 or 9 frames ends now, so its last frame is the newest; otherwise the reference takes the first
         image = inputs.frames[-1:] if inputs.frames.shape[0] in (4, 9) else inputs.frames[:1]
-        pixels = self._pixels(image)
-        key = f"image:{_digest(image)}"
+        return self._pixels(image), f"image:{_digest(image)}"
+
+    def _imagined(self, inputs: TickInputs, rollout: Rollout) -> torch.Tensor:
+        latents = inputs.latents if inputs.latents is not None else rollout.prediction
+        assert latents is not None, "checked before the tick began"
+        return latents.to(self._dit.device, self._dit.dtype)
+
+    def _start_window(
+        self, cache: KVCache, kv: KVState, inputs: TickInputs, pixels: torch.Tensor, key: str, trace: Trace
+    ) -> Generator[Request, Any, tuple[torch.Tensor | None, torch.Tensor]]:
+        """Attach the image half, and encode the window's first frame: (first-frame condition, its latents)."""
         if key not in cache.conditioning or inputs.trace is not None:
             feature = yield EncodeRequest("image", pixels[:, :, 0])
             trace("clip_feature", feature)
@@ -338,7 +321,9 @@ class DreamZero:
         noise = []
         for given, shape in zip((inputs.noise_video, inputs.noise_action), shapes, strict=True):
             if given is None:
-                generator = torch.Generator(dit.device).manual_seed(config.seed)
+                generator = torch.Generator(dit.device).manual_seed(
+                    config.seed if inputs.noise_seed is None else inputs.noise_seed
+                )
                 given = torch.randn((1, *shape), generator=generator, device=dit.device, dtype=dit.dtype)
             elif tuple(given.shape) != (1, *shape):
                 raise BadRequest(f"noise: expected shape {(1, *shape)}, got {tuple(given.shape)}")
@@ -354,39 +339,6 @@ class DreamZero:
             resized = F.interpolate(pixels.transpose(0, 1), (height, width), mode="bilinear", align_corners=False)
             pixels = resized.transpose(0, 1)
         return pixels[None]
-
-    def _observation_frames(self, frames: np.ndarray) -> np.ndarray:
-        """Repeat frames to fill a chunk, and the first once more in front: 4 frames become 9, 3 latent frames."""
-        chunk, num_frames = self.config.frames_per_chunk, frames.shape[0]
-        if num_frames == _FRAMES_PER_LATENT * chunk + 1:
-            return frames
-        frames = np.repeat(frames, _FRAMES_PER_LATENT * chunk // num_frames, axis=0)
-        return np.concatenate([frames[:1], frames])
-
-    def _check(self, inputs: TickInputs) -> None:
-        dit, full = self.config.dit, _FRAMES_PER_LATENT * self.config.frames_per_chunk
-        frames = inputs.frames
-        if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
-            raise BadRequest(f"frames: expected uint8 [T, H, W, 3], got {frames.dtype} {list(frames.shape)}")
-        allowed = [n for n in range(1, full + 1) if n == 1 or (n % _FRAMES_PER_LATENT == 0 and full % n == 0)]
-        if frames.shape[0] not in (*allowed, full + 1):
-            raise BadRequest(f"frames: expected {[*allowed, full + 1]} frames per tick, got {frames.shape[0]}")
-        stride, (_, patch_h, patch_w) = dit.pixel_stride, dit.patch_size
-        height = self.config.target_video_height or frames.shape[1]
-        width = self.config.target_video_width or frames.shape[2]
-        num_tokens = (height // (stride * patch_h)) * (width // (stride * patch_w))
-        if num_tokens != dit.frame_tokens:
-            raise BadRequest(
-                f"frames: {height}x{width} pixels make {num_tokens} tokens a frame, this model has {dit.frame_tokens}"
-            )
-        if inputs.state.shape != (dit.num_states, dit.max_state_dim):
-            raise BadRequest(
-                f"state: expected shape {[dit.num_states, dit.max_state_dim]}, got {list(inputs.state.shape)}"
-            )
-        for name in ("token_ids", "attention_mask"):
-            shape = getattr(inputs, name).shape
-            if shape != (1, dit.text_len):
-                raise BadRequest(f"{name}: expected shape [1, {dit.text_len}], got {list(shape)}")
 
 
 def _digest(*arrays: np.ndarray) -> str:

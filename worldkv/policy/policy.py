@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from worldkv.errors import EngineStopped, SessionBusy, SessionEnded, SessionNotFound
-from worldkv.models.dreamzero import TickResult
+from worldkv.models.tick_io import TickResult
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.preparation import FRAMES_PER_TICK, Memory, Preparation, Prepared, Tokenizer
 

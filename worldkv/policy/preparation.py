@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from worldkv.errors import WorldKVError
-from worldkv.models.dreamzero import TickInputs
+from worldkv.models.tick_io import TickInputs
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.observation import OBSERVATION_NAMES, Observation, read_observation
 from worldkv.policy.transforms import (
