@@ -59,9 +59,7 @@ def test_actions_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "sessions"), [(1, 1), (17, 1), (18, 3), (90, 1)])
-def test_cache_and_latency_are_drawn_for_short_and_long_episodes(
-    tmp_path: Path, count: int, sessions: int
-) -> None:
+def test_cache_and_latency_are_drawn_for_short_and_long_episodes(tmp_path: Path, count: int, sessions: int) -> None:
     records = _records(count, sessions)
     plot_cache(tmp_path / "c.png", records, window_frames=9)
     plot_latency(tmp_path / "l.png", records)

@@ -82,9 +82,7 @@ def test_wherever_the_joints_are_sent_the_hand_stays_above_the_table(arm: Synthe
         assert fingertip[2] > 0.05
 
 
-@pytest.mark.parametrize(
-    "actions", [np.zeros((0, 8)), np.zeros((4, 7)), np.zeros(8), np.full((2, 8), np.nan)]
-)
+@pytest.mark.parametrize("actions", [np.zeros((0, 8)), np.zeros((4, 7)), np.zeros(8), np.full((2, 8), np.nan)])
 def test_actions_that_are_none_are_refused(arm: SyntheticArm, actions: np.ndarray) -> None:
     with pytest.raises(ValueError, match=r"actions: expected finite numbers \[N, 8\]"):
         arm.execute(actions)

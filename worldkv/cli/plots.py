@@ -35,9 +35,7 @@ def plot_actions(
     `rate_hz`: control steps per second. Raises ValueError for other shapes.
     """
     if not chunks or any(chunk.ndim != 2 or chunk.shape[1] != 8 or len(chunk) == 0 for chunk in chunks):
-        raise ValueError(
-            f"chunks: expected arrays [N, 8], got shapes {[list(chunk.shape) for chunk in chunks]}"
-        )
+        raise ValueError(f"chunks: expected arrays [N, 8], got shapes {[list(chunk.shape) for chunk in chunks]}")
     borders = np.cumsum([0, *(len(chunk) for chunk in chunks)]) / rate_hz
     figure = _figure(11, 8.2, title, f"{_count(chunks, 'chunk')} at {rate_hz:g} Hz, a shade and a dot each")
     panels = figure.subplots(4, 2, sharex=True).T.ravel()

@@ -112,9 +112,7 @@ class Backdrop:
         depth = np.full(HEIGHT * WIDTH, _FAR, np.float32)
         depth[self.table_pixels] = distance
         self.depth = depth.reshape(HEIGHT, WIDTH)
-        self.shadow_index, self.shadow_weight = _shadow_lookup(
-            camera.position[:2, None] + distance * rays[:2]
-        )
+        self.shadow_index, self.shadow_weight = _shadow_lookup(camera.position[:2, None] + distance * rays[:2])
 
 
 def render(backdrop: Backdrop, shadows: np.ndarray, solids: Sequence[Solid]) -> np.ndarray:
@@ -212,9 +210,7 @@ def _draw_block(camera: Camera, solid: Block, image: np.ndarray, depth: np.ndarr
         np.full(before.size, _FAR),
     )
     for dy, dx in ((0.25, 0.25), (0.25, 0.75), (0.75, 0.25), (0.75, 0.75)):
-        rays = camera.rays_at(
-            np.arange(rows.start, rows.stop) + dy, np.arange(columns.start, columns.stop) + dx
-        )
+        rays = camera.rays_at(np.arange(rows.start, rows.stop) + dy, np.arange(columns.start, columns.stop) + dx)
         rays = rays.reshape(3, -1)
         t, normal, hit = _slab(origin, turn @ rays, -solid.half, solid.half)
         hit &= t < before
@@ -226,9 +222,7 @@ def _draw_block(camera: Camera, solid: Block, image: np.ndarray, depth: np.ndarr
     depth[window] = np.where(cover >= 2, nearest, before).reshape(size)
 
 
-def _shade(
-    normal: np.ndarray, rays: np.ndarray, colour: tuple[float, float, float], gloss: float
-) -> np.ndarray:
+def _shade(normal: np.ndarray, rays: np.ndarray, colour: tuple[float, float, float], gloss: float) -> np.ndarray:
     """[3, N]: a key light from the upper left, the sky, the table's warm bounce, a highlight, a rim."""
     up = normal[2] * 0.5 + 0.5
     to_light = _LIGHT @ normal
@@ -249,8 +243,7 @@ def _background(camera: Camera, rays: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """(colour [3, N], whether the ray meets the table's top [N]) of the room without solids."""
     distance = _plane_distance(camera, rays, 0.0)
     row, column = (
-        (camera.position[i] - TABLE_LOW[i] + distance * rays[i]) * np.float32(_TEXELS_PER_METRE)
-        for i in (0, 1)
+        (camera.position[i] - TABLE_LOW[i] + distance * rays[i]) * np.float32(_TEXELS_PER_METRE) for i in (0, 1)
     )
     texture = _table_texture()
     top = (row > 0) & (row < texture.shape[1]) & (column > 0) & (column < texture.shape[2])

@@ -64,10 +64,11 @@ class ConditioningStore:
         If `layers` raises half-way, or is not what the storage holds (ValueError), nothing is published and the blocks
         go back. Where the key is stored already, `layers` is not consumed.
         """
-        stored = self.acquire(key)
+        stored = self._entries.get(key)
         if stored is not None:
-            assert stored.num_tokens == num_tokens, f"{key!r} stands for {stored.num_tokens} and {num_tokens} tokens"
-            return stored
+            if stored.num_tokens != num_tokens:
+                raise ValueError(f"key: {key!r} is stored with {stored.num_tokens} tokens, now come {num_tokens}")
+            return self.share(stored)
         blocks = self._pool.allocate(blocks_for(num_tokens, self._storage.block_size))
         if blocks is None:
             raise OutOfBlocks(f"conditioning of {num_tokens} tokens: {self._pool.num_free} blocks are free")

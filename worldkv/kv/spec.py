@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
-from worldkv.kv.block_table import blocks_for
+from worldkv.kv.block_pool import BlockPool
+from worldkv.kv.block_table import BlockTable, blocks_for
 from worldkv.kv.window import Window
 
 
@@ -28,6 +30,17 @@ class KVSpec:
     restart_chunks: int = 1
     conditioning: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        window = self.window
+        for name in ("max_chunks_per_forward", "restart_chunks"):
+            if not 1 <= getattr(self, name) <= window.window:
+                raise ValueError(f"{name}: expected 1 to {window.window} (the window), got {getattr(self, name)}")
+        if window.policy == "reset" and not window.has_room(self.restart_chunks, self.max_chunks_per_forward):
+            raise ValueError(
+                f"window: a restart of {self.restart_chunks} and a forward of {self.max_chunks_per_forward} chunks do "
+                f"not fit {window.max_chunks} chunks; expected a larger window"
+            )
+
     @property
     def chunk_size(self) -> int:
         return self.window.chunk_size
@@ -42,28 +55,49 @@ class KVSpec:
     def blocks_per_branch(self, block_size: int) -> int:
         """Most blocks one branch holds at any moment of a tick, the history the tick may have to roll back to included.
 
-        A tick commits observed chunks, then drafts the next ones and the draft-only tokens after them.
+        A tick commits up to `max_chunks_per_forward` observed chunks (or restarts), then drafts that many and the
+        draft-only tokens after them. Under `reset` it restarts when the two do not fit. The bound is reached.
         """
-        size, num = self.chunk_size, self.max_chunks_per_forward
-        full = self.window.num_slots(self.window.max_chunks)
-        if self.window.policy == "slide":  # committed and drafted ring entries are written into other blocks
-            return (
-                blocks_for(full, block_size)
-                + 2 * _blocks_touched(num * size, block_size, num_runs=2)
-                + _blocks_touched(self.max_draft_tokens, block_size)
-            )
-        # `reset` leaves room for the drafts before it commits; + 1: the last, partly filled block is shared, so copied
-        filling = blocks_for(full + self.max_draft_tokens, block_size) + 1
-        history = blocks_for(full - num * size, block_size)
-        restarted = blocks_for((self.restart_chunks + num) * size + self.max_draft_tokens, block_size)
-        return max(filling, history + restarted)
+        return _most_blocks(
+            self.window, self.max_chunks_per_forward, self.max_draft_tokens, self.restart_chunks, block_size
+        )
 
     def blocks_of_half(self, half: str, block_size: int) -> int:
         return blocks_for(self.conditioning[half], block_size)
 
 
-def _blocks_touched(num_slots: int, block_size: int, num_runs: int = 1) -> int:
-    """Most blocks that `num_slots` slots in `num_runs` unaligned runs can lie in."""
-    if num_slots == 0:
-        return 0
-    return (num_slots + num_runs * (block_size - 2)) // block_size + num_runs
+@cache
+def _most_blocks(window: Window, num_chunks: int, num_draft_tokens: int, restart_chunks: int, block_size: int) -> int:
+    """Ids are cheap, so every tick is played instead of bounded by a formula: each length of history (under `slide`
+    until the ring's phases recur), each number of observed chunks."""
+    slides = window.policy == "slide"
+    longest = window.max_chunks + window.window if slides else window.max_chunks - num_chunks
+    most = 0
+    for length in range(longest + 1):
+        restarted = [(0, restart_chunks)]
+        continued = [(length, n) for n in range(1, num_chunks + 1) if slides or window.has_room(length, n + num_chunks)]
+        for first, num_observed in restarted + continued:
+            forwards = ((num_observed, 0), (num_chunks, num_draft_tokens))
+            most = max(most, _blocks_of_tick(window, block_size, length, first, forwards))
+    return most
+
+
+def _blocks_of_tick(
+    window: Window, block_size: int, length: int, first: int, forwards: Iterable[tuple[int, int]]
+) -> int:
+    """Most blocks held while forwards of (chunks, draft-only tokens) run from chunk `first` on; `length` chunks of
+    history are kept for a roll-back, and shared unless `first` is 0."""
+    history = blocks_for(window.num_slots(length), block_size)
+    extra = sum(num_draft_tokens for _, num_draft_tokens in forwards)
+    pool = BlockPool(3 * blocks_for(window.num_slots(window.max_chunks) + extra, block_size))
+    kept = BlockTable(pool, block_size, pool.allocate(history) or ())
+    table = kept.fork() if first else BlockTable(pool, block_size)
+    most = 0
+    for num_chunks, num_draft_tokens in forwards:
+        placement = window.place(first, num_chunks, num_draft_tokens)
+        staged = table.stage(placement.writes, window.num_slots(first), placement.num_visible)
+        assert staged is not None
+        most = max(most, pool.num_used)
+        first += num_chunks
+        table.commit(staged, window.num_slots(first))
+    return most

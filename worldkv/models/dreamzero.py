@@ -21,7 +21,7 @@ from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
 from worldkv.kv.window import Window, WindowPolicy
-from worldkv.models.dreamzero_config import DreamZeroConfig
+from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
 from worldkv.models.wan_dit import ForwardPlans, WanDiT, num_draft_tokens
 from worldkv.models.wan_encoders import WanEncoders
@@ -40,6 +40,20 @@ class Rollout:
     prompt_key: str | None = None  # digest of the last prompt's tokens
     first_frame_condition: torch.Tensor | None = None  # [4 + C, latent frames, h, w], of the window's first frame
     prediction: torch.Tensor | None = None  # [C, F, h, w], what the last tick imagined
+
+
+def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset") -> KVSpec:
+    """What a model of these sizes keeps per session; needs no weights."""
+    return KVSpec(
+        num_layers=config.dit.num_layers,
+        num_heads=config.dit.num_heads,
+        head_dim=config.dit.head_dim,
+        window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
+        branches=BRANCHES,
+        max_chunks_per_forward=config.frames_per_chunk,
+        max_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states,
+        conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
+    )
 
 
 class DreamZero:
@@ -64,16 +78,7 @@ class DreamZero:
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
-        self.spec = KVSpec(
-            num_layers=config.dit.num_layers,
-            num_heads=config.dit.num_heads,
-            head_dim=config.dit.head_dim,
-            window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
-            branches=BRANCHES,
-            max_chunks_per_forward=config.frames_per_chunk,
-            max_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states,
-            conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
-        )
+        self.spec = kv_spec(config, window_policy)
 
     # what the engine runs
 
@@ -121,6 +126,13 @@ class DreamZero:
         video = self.decode(latents[None])[0].float()
         frames: np.ndarray = ((video + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
         return frames
+
+    def imagined_video(self, result: TickResult) -> np.ndarray:
+        """What a tick imagined, uint8 frames [4 F, H, W, 3]; decoded after the newest observed latent, whose
+        continuation they are."""
+        latents = torch.cat([result.observed_latents[:, -1:], result.video_latents], dim=1)
+        num_frames = VAE_TEMPORAL_STRIDE * result.video_latents.shape[1]
+        return self.decode_video(latents)[-num_frames:]
 
     # the tick
 

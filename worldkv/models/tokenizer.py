@@ -53,16 +53,21 @@ def clean_prompt(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
+def find_tokenizer(folder: str | Path) -> Path | None:
+    """Where in a checkpoint folder the tokenizer's files lie."""
+    candidates = [Path(folder) / name for name in _FOLDERS]
+    return next((path for path in candidates if any((path / file).is_file() for file in _FILES)), None)
+
+
 def load_tokenizer(
     folder: str | Path, text_len: int, vocab_size: int, warn: Callable[[str], None] = warnings.warn
 ) -> Tokenizer:
     """The tokenizer in `folder`, its tokenizer/ or its google/umt5-xxl/; else the byte-level one, after one
     call of `warn`. vocab_size: of the text encoder. Raises CheckpointError if a tokenizer is there and cannot
     be used."""
-    for name in _FOLDERS:
-        candidate = Path(folder) / name
-        if any((candidate / file).is_file() for file in _FILES):
-            return HFTokenizer(candidate, text_len, vocab_size)
+    found = find_tokenizer(folder)
+    if found is not None:
+        return HFTokenizer(found, text_len, vocab_size)
     warn(
         f"{folder} has no tokenizer ({' or '.join(_FILES)}): prompts are cut into bytes, which is not this "
         "model's own tokenisation. Put google/umt5-xxl's tokenizer files there unless the weights are random."

@@ -236,7 +236,7 @@ class PolicySession:
                     timings,
                     result,
                     prepared.warnings,
-                    lambda: self._engine.model.decode_video(result.video_latents),
+                    lambda: self._engine.model.imagined_video(result),
                 ),
                 prepared.memory,
             )

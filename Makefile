@@ -1,0 +1,78 @@
+# Everything happens in .venv, which the first target that needs it creates.
+#   PYTHON  the interpreter to start from (3.11 or newer)
+#   TORCH   the torch to install; for another build see README, "Installing"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+CORE := $(VENV)/without-torch
+INSTALL := -m pip --disable-pip-version-check install -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-core check clean
+
+help:
+	@echo "make demo       a server, a robot and a tiny random checkpoint; pictures land in demo-output/"
+	@echo "make test       all tests"
+	@echo "make test-core  the cache core's tests, where torch is not installed"
+	@echo "make check      ruff, mypy --strict, layering"
+	@echo "make clean      remove .venv, caches and outputs"
+
+demo: $(VENV)/.run
+	@$(BIN)/worldkv demo
+
+test: test-core $(VENV)/.test
+	@echo "== all tests"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-core: $(CORE)/.installed
+	@echo "== the cache core, without torch"
+	@$(CORE)/bin/python -c "import importlib.util as u; assert not u.find_spec('torch'), 'torch is installed here'"
+	@$(CORE)/bin/python -m pytest tests/kv
+
+check: $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layering.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-output replay-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find worldkv tests docs -name __pycache__ -prune -exec rm -rf {} +
+
+# Stamps: each step runs once, and again when pyproject.toml changes.
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "worldkv needs Python 3.11 or newer; choose one with: make PYTHON=/path/to/python3"; exit 1; }
+	@echo "== creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created
+	@echo "== installing $(TORCH) (once; the largest download)"
+	@$(BIN)/python $(INSTALL) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	@echo "== installing worldkv and what it runs on (once)"
+	@$(BIN)/python $(INSTALL) -e '.[all]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	@echo "== installing what the tests need (once)"
+	@$(BIN)/python $(INSTALL) -e '.[all,test]'
+	@$(BIN)/python $(INSTALL) --no-deps openpi-client==0.1.2
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.test
+	@echo "== installing ruff and mypy (once)"
+	@$(BIN)/python $(INSTALL) -e '.[all,test,check]'
+	@touch $@
+
+$(CORE)/.installed: $(VENV)/.created
+	@echo "== creating $(CORE) with numpy, pytest and hypothesis only (once)"
+	@$(PYTHON) -m venv $(CORE)
+	@$(CORE)/bin/python $(INSTALL) 'numpy>=1.26' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	@touch $@

@@ -1,0 +1,102 @@
+"""`worldkv serve` in a process of its own: it says where it is, serves, and ends when told to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+
+from engines import random_checkpoint
+
+from worldkv.cli.main import main
+from worldkv.cli.server_process import ServerProcess
+from worldkv.cli.synthetic import SyntheticArm
+from worldkv.client import PolicyClient
+from worldkv.errors import EngineStopped
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_it_serves_a_robot_and_ends_gracefully_at_sigterm(tmp_path: Path) -> None:
+    arm = SyntheticArm()
+    log = tmp_path / "server.log"
+    with ServerProcess(random_checkpoint("ti2v"), log, ["--device", "cpu", "--block-size", "16"]) as server:
+        server.wait_until_ready()
+        with PolicyClient(port=server.port) as robot:
+            actions = robot.infer(arm.observe())
+            arm.execute(actions)
+            reply = robot.infer(arm.observe(), details=True)
+    assert actions.shape == (6, 8)
+    assert reply["predicted_video"].shape == (8, 32, 96, 3)
+    assert reply["cache"]["frames_cached"] == 3
+    assert server.exit_code == 0
+    assert not is_running(server.pid)
+    text = log.read_text()
+    assert f"listening on ws://127.0.0.1:{server.port}" in text
+    assert "/healthz" in text
+    assert "PolicyClient(" in text
+    assert "random weights" in text
+    assert "stopped; every session was closed" in text
+    assert "Traceback" not in text
+
+
+def test_a_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path, tmp_path / "server.log") as server,
+        pytest.raises(EngineStopped, match="exit code 2") as told,
+    ):
+        server.wait_until_ready()
+    assert "is not a DreamZero checkpoint folder" in str(told.value)
+    assert not is_running(server.pid)
+
+
+def test_a_server_is_stopped_when_its_user_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), ServerProcess(random_checkpoint("ti2v"), tmp_path / "server.log") as server:
+        raise RuntimeError("the robot fell over")
+    assert not is_running(server.pid)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--host", "0.0.0.0"], "api_key"),
+        (["--port", "70000"], "port"),
+        (["--episode-gap", "-1"], "episode_gap_s"),
+        (["--device", "cuda:99"], "--device cuda:99"),
+        (["--device", "toaster"], "'toaster'"),
+        (["--max-sessions", "0"], "max_sessions"),
+        (["--block-size", "100"], "power of two"),
+        (["--attention", "hope"], "attention backend"),
+        (["--embodiment", "octopus"], "octopus"),
+    ],
+    ids=lambda value: "=".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_named_and_nothing_is_served(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLDKV_API_KEY", raising=False)
+    assert main(["serve", "--checkpoint", str(random_checkpoint("ti2v")), "--port", "0", *options]) == 2
+    said = capsys.readouterr()
+    assert "listening" not in said.out
+    error = said.err.partition("error: ")[2]
+    assert told in error, said.err
+
+
+def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--checkpoint", str(random_checkpoint("ti2v")), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""`worldkv demo`: the whole system at work, from nothing but the package.
+
+Two processes and a real websocket: the server is `worldkv serve` on a tiny checkpoint of random weights, the robot is a
+drawn arm here, which follows the actions that come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from worldkv.cli.common import OK, progress, spinner
+from worldkv.cli.episode import Episode, EpisodeTick, tile_cameras
+from worldkv.cli.live_table import LiveTable
+from worldkv.cli.records import TickRecord
+from worldkv.cli.server_process import ServerProcess
+from worldkv.cli.synthetic import CONTROL_HZ, SyntheticArm
+from worldkv.cli.video import write_video
+from worldkv.client import PolicyClient
+
+_HORIZON = 24  # actions a tick, as DreamZero's
+_BLOCK_SIZE = "16"  # smaller than a frame of the tiny model, so that blocks come and go visibly
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.ticks < 1:
+        raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
+    output, started = arguments.output, time.monotonic()
+    checkpoint = output / "checkpoint"
+    with spinner("writing a tiny checkpoint"):
+        window_frames = _write_checkpoint(checkpoint)
+    print(f"{checkpoint}: random weights, nothing was learned; the motions are noise, the machinery is real")
+    arm = SyntheticArm()
+    episode = Episode(CONTROL_HZ, window_frames, "random weights")
+    options = ["--device", "cpu", "--block-size", _BLOCK_SIZE, "--max-sessions", "1"]
+    with _sigterm_as_interrupt(), ServerProcess(checkpoint, output / "server.log", options) as server:
+        with spinner("starting a policy server in a second process, and waiting for it to be warm"):
+            server.wait_until_ready()
+        print(
+            f"`worldkv serve` runs as process {server.pid} on port {server.port}; a robot with three cameras connects"
+        )
+        title = f'"{arm.prompt}", {arguments.ticks} ticks over a websocket'
+        with PolicyClient(port=server.port) as robot, LiveTable(window_frames, title=title) as table:
+            observed = _drive(arm, robot, arguments.ticks, episode, table)
+    with progress("writing video and plots") as step:
+        files = {"observed.mp4": "what the arm's three cameras saw"}
+        write_video(output / "observed.mp4", observed, fps=4 * CONTROL_HZ / _HORIZON)
+        files |= episode.save(output, step)
+    print(f"done in {time.monotonic() - started:.0f} s, the server is stopped; look into {output}/")
+    for name, what in {**files, "server.log": "what the server said"}.items():
+        print(f"  {name:<24} {what}")
+    print("next")
+    print(f"  worldkv inspect {checkpoint}")
+    print(f"  worldkv serve --checkpoint {checkpoint}")
+    print(f"  worldkv replay --checkpoint {checkpoint} --clip FOLDER     (three camera files of a real episode)")
+    return OK
+
+
+def _write_checkpoint(folder: Path) -> int:
+    """Returns the frames of a full window."""
+    from worldkv.models.checkpoint_folder import CONFIG_FILE, read_json
+    from worldkv.models.dreamzero_config import DreamZeroConfig
+    from worldkv.models.random_checkpoint import write_random_checkpoint
+
+    write_random_checkpoint(folder, action_horizon=_HORIZON)
+    return DreamZeroConfig.from_json(read_json(folder / CONFIG_FILE)).window_frames
+
+
+def _drive(arm: SyntheticArm, robot: PolicyClient, num_ticks: int, episode: Episode, table: LiveTable) -> np.ndarray:
+    """The episode; returns all that the cameras saw, uint8 [T, H, W, 3]."""
+    observation = arm.observe()
+    observed = [tile_cameras(observation)]
+    for number in range(num_ticks):
+        reply = robot.infer(observation, details=True)
+        assert isinstance(reply, dict), "details come in a map"
+        cache, timing = reply["cache"], reply["server_timing"]
+        timings = {name.removesuffix("_ms"): milliseconds for name, milliseconds in timing.items()}
+        record = TickRecord(
+            number,
+            robot.session_id,
+            {**timings, "total": timing["infer_ms"]},
+            cache["frames_cached"],
+            cache["blocks_used"],
+            cache["blocks_free"],
+            cache["restart_reason"],
+        )
+        table.add(record)
+        arm.execute(reply["actions"])
+        observation = arm.observe()
+        observed.append(tile_cameras(observation))
+        predicted = reply["predicted_video"]
+        seen = np.repeat(observed[-1], len(predicted) // len(observed[-1]), axis=0)
+        episode.ticks.append(EpisodeTick(record, reply["actions"], number * _HORIZON / CONTROL_HZ, predicted, seen))
+    return np.concatenate(observed)
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """So that the server is stopped whoever stops us."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,126 @@
+"""What an episode leaves behind: actions as numbers, videos and plots, in one folder.
+
+Knows the order of the three cameras in the model's image. Does not know where its ticks ran.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from worldkv.cli.plots import plot_actions, plot_cache, plot_latency
+from worldkv.cli.records import TickRecord
+from worldkv.cli.video import write_video
+
+VIDEO_HZ = 5  # of the model's imagination: 8 frames for the 24 actions at 15 Hz of DROID
+ACTION_NAMES = (*(f"joint_{joint}" for joint in range(1, 8)), "gripper")
+_LEAST_HEIGHT = 180  # pixels; smaller imagined frames are enlarged
+_GAP = 8  # pixels between the two halves of a comparison
+
+
+@dataclass(frozen=True)
+class EpisodeTick:
+    """One tick. `actions`: [horizon, 8], from `seconds` on. `predicted`: uint8 [N, H, W, 3], what the model imagines
+    to see meanwhile; `seen`: uint8 [N, h, w, 3], what was seen, None where nobody looked."""
+
+    record: TickRecord
+    actions: np.ndarray
+    seconds: float
+    predicted: np.ndarray
+    seen: np.ndarray | None
+
+
+@dataclass
+class Episode:
+    """Ticks in order. `rate_hz`: actions per second. `window_frames`: of a full window."""
+
+    rate_hz: float
+    window_frames: int
+    note: str = ""  # put into the titles of the plots
+    ticks: list[EpisodeTick] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[TickRecord]:
+        return [tick.record for tick in self.ticks]
+
+    def save(self, folder: Path, step: Callable[[int, int], None]) -> dict[str, str]:
+        """Write everything; returns what each file shows. `step(done, in all)` as it goes."""
+        note = f" ({self.note})" if self.note else ""
+        chunks = [tick.actions for tick in self.ticks]
+        works: list[tuple[str, str, Callable[[Path], None]]] = [
+            ("actions.npz", "actions [tick, step, 8], and when each tick began", self._write_npz),
+            ("actions.csv", "the same as a table", self._write_csv),
+            ("actions.png", "joints and gripper over time", lambda path: plot_actions(
+                path, chunks, rate_hz=self.rate_hz, title=f"Actions{note}"
+            )),
+            ("cache.png", "frames and blocks in the cache, and window restarts", lambda path: plot_cache(
+                path, self.records, window_frames=self.window_frames
+            )),
+            ("latency.png", "milliseconds of each tick by stage", lambda path: plot_latency(path, self.records)),
+            ("predicted.mp4", "what the model imagined to see", lambda path: write_video(
+                path, (_enlarged(frame) for tick in self.ticks for frame in tick.predicted), VIDEO_HZ
+            )),
+        ]  # fmt: skip
+        if any(tick.seen is not None for tick in self.ticks):
+            works.append(
+                ("seen_and_predicted.mp4", "left what was seen, right what had been imagined", self._write_comparison)
+            )
+        for done, (name, _, write) in enumerate(works, start=1):
+            write(folder / name)
+            step(done, len(works))
+        return {name: what for name, what, _ in works}
+
+    def _write_npz(self, path: Path) -> None:
+        np.savez(
+            path,
+            actions=np.stack([tick.actions for tick in self.ticks]).astype(np.float32),
+            seconds=np.array([tick.seconds for tick in self.ticks]),
+            restart_reason=np.array([tick.record.restart_reason or "" for tick in self.ticks]),
+        )
+
+    def _write_csv(self, path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(("tick", "step", "seconds", *ACTION_NAMES))
+            for tick in self.ticks:
+                for index, action in enumerate(tick.actions):
+                    time = tick.seconds + index / self.rate_hz
+                    rows.writerow((tick.record.tick, index, f"{time:.3f}", *(f"{value:.6f}" for value in action)))
+
+    def _write_comparison(self, path: Path) -> None:
+        write_video(path, self._pairs(), VIDEO_HZ)
+
+    def _pairs(self) -> Iterator[np.ndarray]:
+        """Frames seen and imagined side by side, no larger than what there is to see in the imagined one."""
+        for tick in self.ticks:
+            for seen, predicted in zip(() if tick.seen is None else tick.seen, tick.predicted, strict=False):
+                height = min(seen.shape[0], max(predicted.shape[0], _LEAST_HEIGHT))
+                width = seen.shape[1] * height // seen.shape[0]
+                gap = np.full((height, _GAP, 3), 255, np.uint8)
+                yield np.concatenate([_resized(seen, height, width), gap, _resized(predicted, height, width)], axis=1)
+
+
+def tile_cameras(observation: Mapping[str, Any]) -> np.ndarray:
+    """The three cameras of an observation as the model sees them, but for the cropping: the wrist's above, twice as
+    wide, the exterior ones below; uint8 [T, 2 h, 2 w, 3]."""
+    left, right = (np.asarray(observation[f"observation/exterior_image_{index}_left"]) for index in (0, 1))
+    above = np.repeat(np.asarray(observation["observation/wrist_image_left"]), 2, axis=2)
+    return np.concatenate([above, np.concatenate([left, right], axis=2)], axis=1)
+
+
+def _enlarged(frame: np.ndarray) -> np.ndarray:
+    times = max(1, -(-_LEAST_HEIGHT // frame.shape[0]))
+    return np.repeat(np.repeat(frame, times, axis=0), times, axis=1)
+
+
+def _resized(frame: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The nearest pixels: nothing is smoothed away."""
+    rows = np.arange(height) * frame.shape[0] // height
+    columns = np.arange(width) * frame.shape[1] // width
+    resized: np.ndarray = frame[rows][:, columns]
+    return resized

@@ -1,0 +1,204 @@
+"""`worldkv`: one command line, a module per command. Parses; imports a command's module only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from worldkv import __version__
+from worldkv.cli.common import BAD_INPUT, EXIT_CODES, FAILED
+from worldkv.errors import WorldKVError
+
+# argparse has no public name for what add_subparsers returns
+Commands = argparse._SubParsersAction
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="worldkv",
+        description="A paged KV cache with sessions, an engine and a server for autoregressive diffusion world models.",
+        epilog="start with: worldkv demo      more about a command: worldkv COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect):
+        add(commands)
+    return parser
+
+
+def _command(
+    commands: Commands[argparse.ArgumentParser], name: str, what: str, more: str, example: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=what,
+        description=f"{what}\n\n{more}",
+        epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("-v", "--verbose", action="store_true", help="log everything, and show tracebacks of errors")
+    return command
+
+
+def _add_engine_options(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("engine")
+    group.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto: the GPU if there is one (auto)")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU (auto)",
+    )
+    _add_cache_options(group)
+    group.add_argument("--embodiment", default="oxe_droid", metavar="TAG", help="robot of experiment_cfg (oxe_droid)")
+    group.add_argument(
+        "--steps",
+        default="8",
+        choices=("5", "6", "7", "8", "all", "dynamic"),
+        help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
+    )
+
+
+def _add_cache_options(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--attention", default="reference", metavar="NAME", help="attention backend (reference)")
+    group.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+
+
+def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "serve",
+        "Serve a checkpoint to robots over websockets.",
+        "One port speaks the openpi and the RoboArena dialect. GET /healthz answers 200 once the model is warm, GET\n"
+        "/metrics speaks Prometheus. Ctrl-C or SIGTERM lets the ticks in flight end; a second one does not wait.",
+        "worldkv serve --checkpoint DreamZero-DROID --port 8000",
+    )
+    command.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="DreamZero checkpoint folder")
+    command.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; beyond loopback --api-key is needed"
+    )
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (8000)")
+    command.add_argument(
+        "--api-key",
+        default=os.environ.get("WORLDKV_API_KEY") or None,
+        metavar="KEY",
+        help="what robots must send; better in the environment, as WORLDKV_API_KEY",
+    )
+    command.add_argument(
+        "--max-sessions",
+        type=int,
+        default=4,
+        help="sessions that the cache has room for; more are parked in host memory while idle (4)",
+    )
+    command.add_argument(
+        "--episode-gap", type=float, metavar="S", help="a pause of more seconds begins a new episode (never)"
+    )
+    _add_engine_options(command)
+
+
+def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "demo",
+        "See it work: a server, a robot with three cameras, actions, video and plots.",
+        "Writes a tiny checkpoint of random weights, serves it in a second process and drives it over a real\n"
+        "websocket with a drawn arm that follows the actions. The weights have learned nothing, so neither do the\n"
+        "motions mean anything: it shows the machinery. Needs no GPU and no download; takes well under a minute.",
+        "worldkv demo --ticks 12 --output demo-output",
+    )
+    command.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="(demo-output)")
+    command.add_argument("--ticks", type=int, default=12, metavar="N", help="requests to make (12)")
+
+
+def _add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "replay",
+        "Run a recorded three-camera episode through a checkpoint.",
+        "The clip is a folder with exterior_image_1_left.mp4, exterior_image_2_left.mp4 and wrist_image_left.mp4, at\n"
+        "15 frames a second. The first request sends frame 0, request k the frames a-23, a-16, a-8 and a, with\n"
+        "a = 23 + 24 (k - 1); joints and gripper are zero. Out come actions (npz, csv), predicted video, plots.",
+        "worldkv replay --checkpoint DreamZero-DROID --clip droid_clip --output replay-output",
+    )
+    command.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="DreamZero checkpoint folder")
+    command.add_argument("--clip", type=Path, required=True, metavar="DIR", help="folder with the three camera files")
+    command.add_argument("--output", type=Path, default=Path("replay-output"), metavar="DIR", help="(replay-output)")
+    command.add_argument("--prompt", metavar="TEXT", help="instruction (that of the public DROID test clip)")
+    command.add_argument("--max-calls", type=int, metavar="N", help="stop after N requests (all)")
+    _add_engine_options(command)
+
+
+def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "verify",
+        "Compare the paged engine with recorded outputs of the reference implementation.",
+        "Runs the calls of golden.safetensors and calls.json in float32 and prints, per recorded quantity,\n"
+        "||ours - recorded|| / ||recorded||; the last line is the largest. A recorded quantity that is not computed\n"
+        "counts as infinitely wrong. Also checks policy.safetensors, where there is one: pixels must be equal,\n"
+        "numbers to 1e-6.",
+        "worldkv verify golden/tiny_i2v --tolerance 1e-4 --block-size 16 64 128 --interleave 2",
+    )
+    command.usage = "worldkv verify DIR [options]"  # DIR first: after --block-size it would be taken for a size
+    command.add_argument("folder", type=Path, metavar="DIR", help="checkpoint with golden.safetensors and calls.json")
+    command.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error allowed (1e-3)")
+    command.add_argument("--attention", default="reference", metavar="NAME", help="attention backend (reference)")
+    command.add_argument(
+        "--block-size",
+        type=int,
+        nargs="+",
+        default=[128],
+        metavar="N",
+        help="KV slots per block, powers of two: the calls run once with each (128)",
+    )
+    command.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto (cpu)")
+    command.add_argument(
+        "--interleave",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N other sessions' ticks beside the calls and between them (0)",
+    )
+
+
+def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "inspect",
+        "Say what a checkpoint folder holds and needs, without reading its weights.",
+        "Sizes by part, window, bytes of K/V per frame and per session, embodiments, tokenizer, and everything that\n"
+        "is missing or contradicts itself; any of the last makes the exit code 1.",
+        "worldkv inspect DreamZero-DROID",
+    )
+    command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code. A user's mistake is one `error: ...` on standard error."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.verbose:
+        logging.basicConfig(level=logging.INFO)
+    try:
+        module = importlib.import_module(f"worldkv.cli.{arguments.command}")
+        code: int = module.run(arguments)
+        return code
+    except (WorldKVError, ValueError, OSError, ImportError) as error:
+        if arguments.verbose:
+            traceback.print_exc()
+        hint = "; pip install 'worldkv[all]'" if isinstance(error, ModuleNotFoundError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
+        return FAILED if isinstance(error, WorldKVError) and not isinstance(error, ValueError) else BAD_INPUT
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

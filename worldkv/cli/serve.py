@@ -1,0 +1,49 @@
+"""`worldkv serve`: options to a policy, a policy to a server, until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from worldkv import __version__
+from worldkv.cli.common import LISTENING, OK, describe_model, is_random, load_policy_for
+from worldkv.server.policy_server import PolicyServer, ServerConfig
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = ServerConfig(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key,
+        episode_gap_s=arguments.episode_gap,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    policy = load_policy_for(arguments, max_sessions=arguments.max_sessions)
+    try:
+        server = PolicyServer(policy, config)
+        server.listen()
+        print(f"worldkv {__version__}")
+        for line in describe_model(policy, arguments.checkpoint):
+            print(f"  {line}")
+        if is_random(arguments.checkpoint):
+            print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
+        print(_where(config, server.port), flush=True)
+        server.run()
+        print("stopped; every session was closed", flush=True)
+    finally:
+        policy.close()
+        policy.engine.shutdown()
+    return OK
+
+
+def _where(config: ServerConfig, port: int) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    key = ', api_key="..."' if config.api_key else ""
+    return (
+        f"{LISTENING}ws://{host}:{port} (openpi and RoboArena dialects)\n"
+        f"  health     http://{host}:{port}/healthz (200 once warm)\n"
+        f"  metrics    http://{host}:{port}/metrics\n"
+        f'  a robot    PolicyClient("{config.host}", {port}{key}).infer(observation), from worldkv.client\n'
+        f"  stop       Ctrl-C"
+    )
