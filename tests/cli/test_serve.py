@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -51,6 +52,32 @@ def test_it_serves_a_robot_and_ends_gracefully_at_sigterm(tmp_path: Path) -> Non
     assert "random weights" in text
     assert "stopped; every session was closed" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of websockets, at how the stock client connects
+@pytest.mark.parametrize("dialect", ["openpi", "roboarena"])
+def test_the_stock_openpi_client_drives_it_in_either_dialect(dialect: str, tmp_path: Path) -> None:
+    stock = pytest.importorskip("openpi_client.websocket_client_policy", reason="openpi-client is missing")
+    arm = SyntheticArm()
+    with ServerProcess(random_checkpoint("ti2v"), tmp_path / "server.log", ["--device", "cpu"]) as server:
+        server.wait_until_ready()
+        client = stock.WebsocketClientPolicy("127.0.0.1", server.port)
+        assert client.get_server_metadata()["n_external_cameras"] == 2
+        for _ in range(3):
+            observation = arm.observe()
+            if dialect == "roboarena":
+                actions = client.infer({**observation, "endpoint": "infer", "session_id": "stock"})
+            else:
+                observation["observation/exterior_image_1_left"] = observation.pop("observation/exterior_image_0_left")
+                reply = client.infer(observation)
+                actions = reply["actions"]
+                assert reply["server_timing"]["denoise_ms"] > 0
+            assert actions.shape == (6, 8)
+            assert actions.dtype == np.float32
+            assert np.isfinite(actions).all()
+            arm.execute(actions)
+        client._ws.close()
+    assert "Traceback" not in (tmp_path / "server.log").read_text()
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
