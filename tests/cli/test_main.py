@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,24 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_sizes_are_written_for_people(num_bytes: int, text: str) -> None:
     assert common.size_text(num_bytes) == text
+
+
+def test_progress_is_a_bar_on_a_terminal_and_one_plain_line_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    with common.progress("reading") as step:
+        step(1, 2)
+    assert capsys.readouterr().err == "reading ...\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with common.progress("reading") as step:
+        step(2, 2)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_and_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with common.plain_warnings():
+        for _ in range(2):
+            warnings.warn("no tokenizer here", stacklevel=1)
+    assert capsys.readouterr().err == "warning: no tokenizer here\n"

@@ -50,7 +50,7 @@ def test_a_replay_writes_actions_video_and_plots(
     checkpoint = str(random_checkpoint("ti2v"))
     assert main(["replay", "--checkpoint", checkpoint, "--clip", str(clip), "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    assert "2 requests, 1 windows, 12 actions, all finite" in out
+    assert "requests: 2, windows started: 1, actions: 12, all finite" in out
     assert str(output) in out
     with np.load(output / "actions.npz") as saved:
         actions, seconds = saved["actions"], saved["seconds"]
@@ -90,7 +90,7 @@ def test_the_real_episode_runs_through_every_window(
     """All requests of its schedule, the same predictions as every other run of them."""
     assert main(["replay", "--checkpoint", str(golden_ti2v), "--clip", str(droid_clip), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "18 requests, 5 windows" in out
+    assert "requests: 18, windows started: 5" in out
     with np.load(tmp_path / "actions.npz") as saved:
         actions, reasons = saved["actions"], saved["restart_reason"].tolist()
     assert np.isfinite(actions).all()

@@ -124,7 +124,7 @@ def _summarise(episode: Episode, folder: Path, files: dict[str, str]) -> None:
     restarts = sum(record.restart_reason is not None for record in episode.records)
     num_actions = sum(len(tick.actions) for tick in episode.ticks)
     print(
-        f"{len(totals)} requests, {restarts} windows, {num_actions} actions, all finite; "
+        f"requests: {len(totals)}, windows started: {restarts}, actions: {num_actions}, all finite; "
         f"median {statistics.median(totals):.0f} ms a request"
     )
     if episode.note:
