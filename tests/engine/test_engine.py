@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from worldkv.errors import (  # noqa: E402
     SessionEnded,
     SessionNotFound,
 )
+from worldkv.kv.forward import ForwardContext  # noqa: E402
 
 
 @pytest.fixture(params=["ti2v", "i2v"])
@@ -282,3 +284,74 @@ def test_two_engines_live_in_one_process() -> None:
     one.shutdown()
     assert two.health().ready
     two.shutdown()
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_commit_that_fails_in_company_fails_its_own_tick_only(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine("ti2v", block_size=16, batch_invariant=True)
+    expected = [run_alone(engine, 10 * i, 3) for i in range(2)]
+    sessions = [engine.open_session() for _ in range(2)]
+    for tick in range(2):
+        for i, session in enumerate(sessions):
+            engine.submit(session, make_inputs(engine, 10 * i + tick, frames_of(tick))).result()
+    doomed = sessions[guilty].kv.branches["unconditional"]
+    commit = ForwardContext.commit
+
+    def failing(context: ForwardContext) -> None:
+        if context.branch is doomed:
+            raise RuntimeError("injected")
+        commit(context)
+
+    monkeypatch.setattr(ForwardContext, "commit", failing)
+    futures = [engine.submit(s, make_inputs(engine, 10 * i + 2)) for i, s in enumerate(sessions)]
+    with pytest.raises(RuntimeError, match="injected"):
+        futures[guilty].result()
+    assert same(futures[1 - guilty].result(), expected[1 - guilty][2])
+    monkeypatch.undo()
+    retried = engine.submit(sessions[guilty], make_inputs(engine, 10 * guilty + 2)).result()
+    assert same(retried, expected[guilty][2])
+    engine.shutdown()
+    assert engine.cache.pool.num_used == 0
+
+
+def test_a_session_that_cannot_come_back_from_the_host_stays_parked_and_can_try_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine("ti2v", block_size=16)
+    expected = run_alone(engine, 0, 3)
+    session = engine.open_session()
+    for tick in range(2):
+        engine.submit(session, make_inputs(engine, tick, frames_of(tick))).result()
+    engine.park(session)
+    monkeypatch.setattr(engine.cache.storage, "load_blocks", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.submit(session, make_inputs(engine, 2)).result()
+    assert engine.cache.pool.num_used == 0
+    monkeypatch.undo()
+    assert same(engine.submit(session, make_inputs(engine, 2)).result(), expected[2])
+    engine.shutdown()
+
+
+def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
+    engine = make_engine("ti2v", stuck_after_s=0.05)
+    session, go_on, entered = engine.open_session(), threading.Event(), threading.Event()
+    forward = engine.model.forward
+
+    def stuck(cache: Any, rows: Any) -> Any:
+        entered.set()
+        go_on.wait(10)
+        return forward(cache, rows)
+
+    engine.model.forward = stuck
+    future = engine.submit(session, make_inputs(engine, 0, 1))
+    assert entered.wait(10)
+    time.sleep(0.1)
+    assert not engine.health().ready
+    assert "stuck" in engine.health().reason
+    with pytest.raises(EngineStopped, match="stuck"):
+        engine.open_session()
+    go_on.set()
+    future.result()
+    engine.model.forward = forward
+    assert engine.health().ready
+    engine.shutdown()

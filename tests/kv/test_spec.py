@@ -135,20 +135,16 @@ def test_bytes_count_k_and_v_of_every_layer_and_head() -> None:
     assert spec.bytes_per_block(128, element_size=2) == 128 * spec.bytes_per_token(2)
 
 
-def test_a_half_costs_whole_blocks() -> None:
-    spec = make_spec(conditioning={"text": 512, "image": 257})
-    assert (spec.blocks_of_half("text", 128), spec.blocks_of_half("image", 128)) == (4, 3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_chunks_per_forward": 0}, r"max_chunks_per_forward: expected 1 to 3 \(the window\), got 0"),
-        ({"max_chunks_per_forward": 4}, r"max_chunks_per_forward: expected 1 to 3 \(the window\), got 4"),
-        ({"restart_chunks": 4}, r"restart_chunks: expected 1 to 3 \(the window\), got 4"),
-        ({"max_chunks_per_forward": 3, "policy": "reset"}, "a restart of 1 and a forward of 3 chunks do not fit 3"),
-    ],
-)
-def test_a_window_too_small_for_its_forwards_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_spec(6, 3, **fields)
+def test_conditioning_costs_whole_blocks_twice_for_what_a_tick_replaces_and_once_for_what_all_share() -> None:
+    branches = len(make_spec().branches)
+    own = make_spec(conditioning={"text": 512, "image": 257})
+    assert own.blocks_of_conditioning(128) == 2 * branches * (4 + 3)
+    shared = make_spec(
+        conditioning={"text": 512, "image": 257},
+        entries_per_session={"text": 1, "image": 1},
+        entries_shared={"text": 1},
+    )
+    assert shared.blocks_of_conditioning(128) == 2 * (4 + 3)
+    assert (own.blocks_shared(128), shared.blocks_shared(128)) == (0, 4)
+    session = branches * shared.blocks_per_branch(128) + shared.blocks_of_conditioning(128)
+    assert shared.blocks_per_session(128) == session

@@ -19,7 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
-from worldkv.models.tick_io import TickInputs, fill_chunk  # noqa: E402
+from worldkv.models.tick_io import Prompt, TickInputs, fill_chunk  # noqa: E402
 from worldkv.policy.assembly import load_engine  # noqa: E402
 from worldkv.sampling.step_skipping import Steps  # noqa: E402
 
@@ -31,7 +31,12 @@ def test_every_recorded_quantity_of_a_rollout_is_reproduced(golden_folder: Path)
     calls = json.loads((golden_folder / "calls.json").read_text())["calls"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        engine = load_engine(golden_folder, EngineConfig(block_size=16), image_attention="channels")
+        engine = load_engine(
+            golden_folder,
+            EngineConfig(block_size=16),
+            image_attention="channels",
+            negative_prompt=prompt(golden, "unconditional"),
+        )
     session = engine.open_session()
     for call in calls:
         number, seen = call["call"], {}
@@ -51,19 +56,18 @@ INPUTS = ("frames", "state", "noise_video", "noise_action", "decoded_video")
 
 
 def recorded_inputs(golden: dict[str, torch.Tensor], number: int, trace: Any) -> TickInputs:
-    prompts = [
-        (golden[f"prompt.{branch}.token_ids"].numpy(), golden[f"prompt.{branch}.attention_mask"].numpy())
-        for branch in ("conditional", "unconditional")
-    ]
     return TickInputs(
         golden[f"call{number}.frames"].numpy(),
         golden[f"call{number}.state"][0].numpy(),
-        *prompts[0],
-        negative_prompt=prompts[1],
+        *prompt(golden, "conditional"),
         noise_video=golden[f"call{number}.noise_video"],
         noise_action=golden[f"call{number}.noise_action"],
         trace=trace,
     )
+
+
+def prompt(golden: dict[str, torch.Tensor], branch: str) -> Prompt:
+    return golden[f"prompt.{branch}.token_ids"].numpy(), golden[f"prompt.{branch}.attention_mask"].numpy()
 
 
 @pytest.mark.parametrize("steps", [5, 6, 7, 8, "all", "dynamic"])
@@ -138,4 +142,30 @@ def test_another_seed_gives_another_future_and_the_same_seed_the_same() -> None:
     ]
     assert np.array_equal(futures[0].actions, futures[2].actions)
     assert not np.array_equal(futures[0].actions, futures[1].actions)
+    engine.shutdown()
+
+
+def test_without_guidance_one_branch_runs_and_is_charged() -> None:
+    plain, guided = make_engine("ti2v", cfg_scale=1.0), make_engine("ti2v")
+    ran: set[str] = set()
+    session = plain.open_session()
+    result = plain.submit(session, make_inputs(plain, 0, 1, trace=lambda name, tensor: ran.add(name))).result()
+    assert np.isfinite(result.actions).all()
+    assert list(session.kv.branches) == ["conditional"]
+    assert not [name for name in ran if "unconditional" in name]
+    assert len(plain.cache.conditioning) == 2, "prompt and image, and no negative prompt"
+    spec = guided.cache.spec
+    saved = spec.blocks_per_branch(128)
+    assert plain.capacity().blocks_per_session == guided.capacity().blocks_per_session - saved
+    plain.shutdown(), guided.shutdown()
+
+
+def test_encoders_batch_equal_shapes_and_keep_the_order() -> None:
+    engine = make_engine("ti2v")
+    torch.manual_seed(0)
+    videos = [torch.rand(1, 3, n, 32, 96) * 2 - 1 for n in (1, 9, 1, 9)]
+    together = engine.model.encode("video", [(video,) for video in videos])
+    alone = [engine.model.encode("video", [(video,)])[0] for video in videos]
+    for a, b in zip(together, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     engine.shutdown()

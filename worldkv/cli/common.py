@@ -132,6 +132,7 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int) -> Poli
             device=device,
             dtype=choose_dtype(arguments.dtype, device),
             steps=int(arguments.steps) if arguments.steps.isdigit() else arguments.steps,
+            cfg_scale=arguments.cfg_scale,
             progress=step,
         )
 

@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 
 from worldkv.cli.common import FAILED, OK, is_random, size_text, spinner
-from worldkv.engine.admission import session_blocks
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoint import Checkpoint
 from worldkv.models.checkpoint_folder import (
@@ -144,7 +143,7 @@ def _show_model(folder: Path, config: DreamZeroConfig) -> None:
 
 def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
     spec = kv_spec(config)
-    num_blocks, num_branches = session_blocks(spec, block_size), len(spec.branches)
+    num_blocks, num_branches = spec.blocks_per_session(block_size), len(spec.branches)
     per_branch = spec.blocks_per_branch(block_size)
     _heading(f"K/V cache  blocks of {block_size} slots")
     _show(

@@ -63,6 +63,9 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         choices=("5", "6", "7", "8", "all", "dynamic"),
         help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
     )
+    group.add_argument(
+        "--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+    )
 
 
 def _add_cache_options(group: argparse._ActionsContainer) -> None:

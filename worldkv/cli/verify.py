@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = Checkpoint.open(arguments.folder)
     worst = 0.0
     for block_size in arguments.block_size:
-        engine = _load(checkpoint, arguments, block_size, calls)
+        engine = _load(checkpoint, arguments, block_size, golden, calls)
         try:
             with progress(f"running the recorded calls in blocks of {block_size}") as step:
                 ours = _run_calls(engine, golden, calls, arguments.interleave, step)
@@ -59,7 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     return OK if worst <= arguments.tolerance and policy_ok else FAILED
 
 
-def _load(checkpoint: Checkpoint, arguments: argparse.Namespace, block_size: int, calls: dict[str, Any]) -> Engine:
+def _load(
+    checkpoint: Checkpoint,
+    arguments: argparse.Namespace,
+    block_size: int,
+    golden: dict[str, torch.Tensor],
+    calls: dict[str, Any],
+) -> Engine:
     dit = checkpoint.config.dit
     with progress("loading weights", is_bytes=True) as step:
         return load_engine(
@@ -71,6 +77,7 @@ def _load(checkpoint: Checkpoint, arguments: argparse.Namespace, block_size: int
             # the recordings' image tower attends over channels (docs/log.md)
             image_attention="channels",
             tokenizer=ByteTokenizer(dit.text_len, read_sizes(checkpoint).text.vocab_size),  # token ids were recorded
+            negative_prompt=_prompt(golden, UNCONDITIONAL),
             progress=step,
         )
 
@@ -161,7 +168,6 @@ def _recorded_inputs(golden: dict[str, torch.Tensor], number: int, trace: Any) -
         golden[f"call{number}.frames"].numpy(),
         golden[f"call{number}.state"][0].numpy(),
         *_prompt(golden, CONDITIONAL),
-        negative_prompt=_prompt(golden, UNCONDITIONAL),
         noise_video=golden[f"call{number}.noise_video"],
         noise_action=golden[f"call{number}.noise_action"],
         trace=trace,

@@ -21,7 +21,8 @@ class Capacity:
     num_charged: int  # promised to open sessions and snapshots
     blocks_per_session: int
     blocks_per_branch: int  # of which: one branch's window, drafts, and the history a tick may roll back to
-    blocks_of_conditioning: int  # of which: conditioning of all branches
+    blocks_of_conditioning: int  # of which: its own conditioning, the one that a tick may replace included
+    blocks_shared: int  # conditioning that all sessions read, charged once
     num_sessions: int
     num_more_sessions: int
 
@@ -31,8 +32,9 @@ class Capacity:
         return (
             f"{self.num_blocks} blocks of {self.bytes_per_block / 2**20:.3g} MiB; a session is charged "
             f"{self.blocks_per_session} ({session:.3g} MiB): {self.blocks_per_branch} per branch, "
-            f"{self.blocks_of_conditioning} for conditioning; {self.num_sessions} sessions are open, "
-            f"{self.num_charged} blocks are charged, {self.num_used} held; {self.num_more_sessions} more sessions fit"
+            f"{self.blocks_of_conditioning} for its conditioning; {self.blocks_shared} are shared by all; "
+            f"{self.num_sessions} sessions are open, {self.num_charged} blocks are charged, {self.num_used} held; "
+            f"{self.num_more_sessions} more sessions fit"
         )
 
 
@@ -41,14 +43,15 @@ class Admission:
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
-        self.num_charged = 0
+        self.blocks_per_session = spec.blocks_per_session(block_size)
+        self.blocks_shared = spec.blocks_shared(block_size)
+        self.num_charged = self.blocks_shared
         self._blocks_per_branch = spec.blocks_per_branch(block_size)
-        self.blocks_per_session = session_blocks(spec, block_size)
-        self._conditioning = self.blocks_per_session - len(spec.branches) * self._blocks_per_branch
-        if self.blocks_per_session > num_blocks:
+        self._blocks_of_conditioning = spec.blocks_of_conditioning(block_size)
+        needed = self.blocks_shared + self.blocks_per_session
+        if needed > num_blocks:
             raise ValueError(
-                f"num_blocks: one session needs {self.blocks_per_session} blocks of {block_size} slots, "
-                f"the pool has {num_blocks}"
+                f"num_blocks: one session needs {needed} blocks of {block_size} slots, the pool has {num_blocks}"
             )
 
     @property
@@ -75,7 +78,7 @@ class Admission:
 
     def refund(self, num_blocks: int) -> None:
         self.num_charged -= num_blocks
-        assert self.num_charged >= 0, "more was refunded than charged"
+        assert self.num_charged >= self.blocks_shared, "more was refunded than charged"
 
     def capacity(self, bytes_per_block: int, num_sessions: int, num_used: int) -> Capacity:
         return Capacity(
@@ -85,14 +88,8 @@ class Admission:
             self.num_charged,
             self.blocks_per_session,
             self._blocks_per_branch,
-            self._conditioning,
+            self._blocks_of_conditioning,
+            self.blocks_shared,
             num_sessions,
             self.num_free // self.blocks_per_session,
         )
-
-
-def session_blocks(spec: KVSpec, block_size: int) -> int:
-    """Blocks of one session at worst: every branch, and each half of its conditioning twice, since the old one stays
-    until the tick that replaces it has succeeded."""
-    conditioning = 2 * sum(spec.blocks_of_half(half, block_size) for half in spec.conditioning)
-    return len(spec.branches) * (spec.blocks_per_branch(block_size) + conditioning)

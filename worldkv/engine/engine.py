@@ -247,22 +247,29 @@ class Engine:
     # what the worker's thread runs
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One batch: encoders, or a forward whose commits become history only when all of it has succeeded."""
+        """One batch: encoders, or a forward whose commits become history once all of it has been computed."""
         first = requests[0]
+        alone = self.config.batch_invariant
         if isinstance(first, EncodeRequest):
-            outputs: list[Any] = self.model.encode(first.encoder, [request.payload for request in requests])
-            return outputs
+            payloads = [request.payload for request in requests]
+            groups = [[payload] for payload in payloads] if alone else [payloads]
+            return [output for group in groups for output in self.model.encode(first.encoder, group)]
         assert isinstance(first, ForwardRequest)
         rows = [row for request in requests for row in request.rows]
-        if self.config.batch_invariant:
-            outputs = [self.model.forward(self.cache, [row])[0] for row in rows]
-        else:
-            outputs = self.model.forward(self.cache, rows)
-        for row in rows:
-            if row.context.commits:
-                row.context.commit()
+        forwards = [[row] for row in rows] if alone else [rows]
+        outputs = [output for forward in forwards for output in self.model.forward(self.cache, forward)]
         iterator = iter(outputs)
-        return [list(itertools.islice(iterator, len(request.rows))) for request in requests]
+        return [self._commit(request, list(itertools.islice(iterator, len(request.rows)))) for request in requests]
+
+    def _commit(self, request: ForwardRequest, outputs: list[Any]) -> list[Any] | Exception:
+        """The request's outputs, its committing rows being history now; or why that failed, for its tick alone."""
+        try:
+            for row in request.rows:
+                if row.context.commits:
+                    row.context.commit()
+        except Exception as error:
+            return error
+        return outputs
 
     def begin(self, job: Job) -> Generator[Any, Any, Any]:
         session = job.session

@@ -29,7 +29,10 @@ class Host(Protocol):
     """Whose ticks the worker runs. All are called on the worker's thread."""
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Run requests of one kind together; all succeed, commits included, or it raises and none had an effect."""
+        """Run requests of one kind together. Raises, with no effect, if that fails as a whole.
+
+        Else a result for each; an Exception in a result's place is that tick's own failure.
+        """
         ...
 
     def begin(self, job: Job) -> Generator[Any, Any, Any]:
@@ -184,7 +187,7 @@ class Worker:
         for job, result in zip(batch, results, strict=True):
             stage = job.request.stage
             job.stage_seconds[stage] = job.stage_seconds.get(stage, 0.0) + seconds
-            self._advance(job, partial(_send, result=result))
+            self._advance(job, partial(_throw if isinstance(result, Exception) else _send, result=result))
 
     def _survive(self, batch: list[Job], error: Exception) -> None:
         """A batch failed. Alone, its tick fails; in company, each runs again alone, so only the guilty does."""
@@ -192,7 +195,7 @@ class Worker:
             for job in batch:
                 self._run_batch([job])
             return
-        self._advance(batch[0], lambda program: program.throw(error))
+        self._advance(batch[0], partial(_throw, result=error))
 
     def _finish(self, job: Job, result: Any = None, error: BaseException | None = None) -> None:
         if job.program is not None:
@@ -208,6 +211,10 @@ class Worker:
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
+
+
+def _throw(program: Generator[Any, Any, Any], result: Exception) -> Any:
+    return program.throw(result)
 
 
 def _send(program: Generator[Any, Any, Any], result: Any) -> Any:

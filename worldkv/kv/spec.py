@@ -17,7 +17,8 @@ class KVSpec:
 
     `window.chunk_size` tokens are the unit of history; a forward brings at most `max_chunks_per_forward` chunks and
     `max_draft_tokens` tokens that never become history. A restarted window begins with `restart_chunks` chunks.
-    `conditioning` maps each half to its number of tokens.
+    `conditioning` maps each half to its number of tokens. `entries_per_session` says how many different entries of a
+    half one session reads (default: one for each branch), `entries_shared` how many are the same for all sessions.
     """
 
     num_layers: int
@@ -29,6 +30,8 @@ class KVSpec:
     max_draft_tokens: int = 0
     restart_chunks: int = 1
     conditioning: Mapping[str, int] = field(default_factory=dict)
+    entries_per_session: Mapping[str, int] = field(default_factory=dict)
+    entries_shared: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         window = self.window
@@ -62,8 +65,22 @@ class KVSpec:
             self.window, self.max_chunks_per_forward, self.max_draft_tokens, self.restart_chunks, block_size
         )
 
-    def blocks_of_half(self, half: str, block_size: int) -> int:
-        return blocks_for(self.conditioning[half], block_size)
+    def blocks_of_conditioning(self, block_size: int) -> int:
+        """Most blocks of conditioning one session holds: an old entry stays until the tick that replaces it is over."""
+        return sum(
+            2 * self.entries_per_session.get(half, len(self.branches)) * blocks_for(num_tokens, block_size)
+            for half, num_tokens in self.conditioning.items()
+        )
+
+    def blocks_per_session(self, block_size: int) -> int:
+        """Most blocks one session holds at any moment."""
+        return len(self.branches) * self.blocks_per_branch(block_size) + self.blocks_of_conditioning(block_size)
+
+    def blocks_shared(self, block_size: int) -> int:
+        """Blocks of conditioning that all sessions read and the cache stores once."""
+        return sum(
+            count * blocks_for(self.conditioning[half], block_size) for half, count in self.entries_shared.items()
+        )
 
 
 @cache

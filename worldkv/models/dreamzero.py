@@ -43,21 +43,24 @@ class Rollout:
 
 
 def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset") -> KVSpec:
-    """What a model of these sizes keeps per session; needs no weights."""
+    """What a model of these sizes keeps per session; needs no weights. Without guidance one branch runs."""
+    guided = config.cfg_scale != 1
     return KVSpec(
         num_layers=config.dit.num_layers,
         num_heads=config.dit.num_heads,
         head_dim=config.dit.head_dim,
         window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
-        branches=BRANCHES,
+        branches=BRANCHES if guided else (CONDITIONAL,),
         max_chunks_per_forward=config.frames_per_chunk,
         max_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states,
         conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
+        entries_per_session={"text": 1, "image": 1},
+        entries_shared={"text": 1} if guided else {},  # the negative prompt
     )
 
 
 class DreamZero:
-    """See the module. `negative_prompt` is the tokenised negative prompt of every session that brings none."""
+    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions."""
 
     def __init__(
         self,
@@ -100,22 +103,26 @@ class DreamZero:
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
-        """Run one encoder for each payload. Outputs carry a batch axis of 1."""
-        run: Callable[[Any], torch.Tensor] = getattr(self, f"_encode_{encoder}")
-        return [run(payload) for payload in payloads]
+        """Run one encoder; payloads of equal shapes are one batch. Outputs carry a batch axis of 1.
 
-    def _encode_text(self, prompt: Prompt) -> torch.Tensor:
-        ids, mask = (torch.from_numpy(np.ascontiguousarray(array)) for array in prompt)
-        return self.encoders.text.encode(ids.to(self._dit.device), mask.to(self._dit.device))
-
-    def _encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.encoders.image.encode(pixels)
-
-    def _encode_decode(self, latents: torch.Tensor) -> torch.Tensor:
-        return self.decode(latents)
-
-    def _encode_video(self, pixels: torch.Tensor) -> torch.Tensor:
-        return self.encoders.vae.encode(pixels)
+        A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask), "image" pixels
+        [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
+        """
+        encoders: dict[str, Callable[..., torch.Tensor]] = {
+            "text": self.encoders.text.encode,
+            "image": self.encoders.image.encode,
+            "video": self.encoders.vae.encode,
+            "decode": self.encoders.vae.decode,
+        }
+        groups: dict[Any, list[int]] = {}
+        for index, payload in enumerate(payloads):
+            groups.setdefault(tuple(tensor.shape for tensor in payload), []).append(index)
+        outputs: list[Any] = [None] * len(payloads)
+        for indices in groups.values():
+            batch = [torch.cat(parts) for parts in zip(*(payloads[index] for index in indices), strict=True)]
+            for index, output in zip(indices, torch.split(encoders[encoder](*batch), 1), strict=True):
+                outputs[index] = output
+        return outputs
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """[B, C, F, h, w] latents to video [B, 3, T, H, W] in [-1, 1]."""
@@ -154,7 +161,7 @@ class DreamZero:
             observed = self._imagined(inputs, rollout)
         else:
             pixels = self._pixels(fill_chunk(inputs.frames, self.config.frames_per_chunk))
-            latents = yield EncodeRequest("video", pixels)
+            latents = yield EncodeRequest("video", (pixels,))
             trace("observed_latents", latents)
             observed = latents[0, :, -self.config.frames_per_chunk :]
         yield self._clean_pass(kv, rollout, observed)
@@ -194,18 +201,17 @@ class DreamZero:
         self, cache: KVCache, kv: KVState, inputs: TickInputs, trace: Trace
     ) -> Generator[Request, Any, None]:
         """Attach the text half to each branch; encode and project only what is stored nowhere."""
-        prompts = (
-            (CONDITIONAL, (inputs.token_ids, inputs.attention_mask)),
-            (UNCONDITIONAL, inputs.negative_prompt or self.negative_prompt),
-        )
-        for branch, prompt in prompts:
+        prompts = {CONDITIONAL: (inputs.token_ids, inputs.attention_mask), UNCONDITIONAL: self.negative_prompt}
+        for branch in self.spec.branches:
+            prompt = prompts[branch]
             key = f"text:{_digest(*prompt)}"
             state = kv.branches[branch].conditioning.get("text")
             if state is not None and state.key == key:
                 continue
             entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
             if entry is None:
-                embedding = yield EncodeRequest("text", prompt)
+                payload = tuple(torch.from_numpy(np.ascontiguousarray(part)).to(self._dit.device) for part in prompt)
+                embedding = yield EncodeRequest("text", payload)
                 trace(f"prompt.{branch}.embedding", embedding)
                 entry = cache.conditioning.publish(
                     key, self.spec.conditioning["text"], self._dit.project_text(embedding[0])
@@ -216,7 +222,7 @@ class DreamZero:
         """The frame a window starts with: pixels [1, 3, 1, H, W] and the key of its conditioning."""
         if inputs.frames is None:
             latents = self._imagined(inputs, rollout)
-            video = yield EncodeRequest("decode", latents[None])
+            video = yield EncodeRequest("decode", (latents[None],))
             return video[:, :, -1:].to(self._dit.dtype), f"imagined:{_digest(latents.float().cpu().numpy())}"
         # a request of 4 or 9 frames ends now, so its last frame is the newest; otherwise the reference takes the first
         image = inputs.frames[-1:] if inputs.frames.shape[0] in (4, 9) else inputs.frames[:1]
@@ -232,7 +238,7 @@ class DreamZero:
     ) -> Generator[Request, Any, tuple[torch.Tensor | None, torch.Tensor]]:
         """Attach the image half, and encode the window's first frame: (first-frame condition, its latents)."""
         if key not in cache.conditioning or inputs.trace is not None:
-            feature = yield EncodeRequest("image", pixels[:, :, 0])
+            feature = yield EncodeRequest("image", (pixels[:, :, 0],))
             trace("clip_feature", feature)
             num_tokens = self.spec.conditioning["image"]
             entry = cache.conditioning.publish(key, num_tokens, self._dit.project_image(feature[0]))
@@ -240,13 +246,14 @@ class DreamZero:
             stored = cache.conditioning.acquire(key)
             assert stored is not None
             entry = stored
-        kv.set_conditioning(CONDITIONAL, "image", entry)
-        kv.set_conditioning(UNCONDITIONAL, "image", cache.conditioning.share(entry))
+        for branch in self.spec.branches:
+            kv.set_conditioning(branch, "image", cache.conditioning.share(entry))
+        cache.conditioning.release(entry)
         if not self.config.dit.concat_first_frame_latent and inputs.trace is None:
-            latents = yield EncodeRequest("video", pixels)
+            latents = yield EncodeRequest("video", (pixels,))
             return None, latents[0]
         padding = pixels.new_zeros(1, 3, self.config.num_frames - 1, *pixels.shape[-2:])
-        latents = yield EncodeRequest("video", torch.cat([pixels, padding], dim=2))
+        latents = yield EncodeRequest("video", (torch.cat([pixels, padding], dim=2),))
         mask = latents.new_zeros(1, _MASK_CHANNELS, *latents.shape[2:])
         mask[:, :, 0] = 1
         condition = torch.cat([mask, latents], dim=1)
@@ -263,7 +270,7 @@ class DreamZero:
             ForwardRow(
                 kv.prepare(branch, seq_len, commit=True), kv.conditioning(branch), observed, condition, first_frame, 0
             )
-            for branch in BRANCHES
+            for branch in self.spec.branches
         )
         return ForwardRequest(rows, "commit")
 
@@ -277,7 +284,7 @@ class DreamZero:
         first_frame = kv.branches[CONDITIONAL].num_chunks
         condition = self._condition(rollout, first_frame, config.frames_per_chunk)
         seq_len = config.frames_per_chunk * config.dit.frame_tokens
-        contexts = {branch: kv.prepare(branch, seq_len, commit=False) for branch in BRANCHES}
+        contexts = {branch: kv.prepare(branch, seq_len, commit=False) for branch in self.spec.branches}
         chooser = StepChooser(self.steps)
         video_solver, action_solver = SolverState(), SolverState()
         video_velocity, action_velocity = torch.zeros_like(video), torch.zeros_like(actions)
@@ -295,7 +302,7 @@ class DreamZero:
                         state,
                         self.action_schedule.timesteps[index],
                     )
-                    for branch in BRANCHES
+                    for branch in self.spec.branches
                 )
                 outputs: list[RowOutput] = yield ForwardRequest(rows, "denoise")
                 video_velocity, action_velocity = self._guide(index, outputs, trace)
@@ -307,15 +314,17 @@ class DreamZero:
 
     def _guide(self, index: int, outputs: list[RowOutput], trace: Trace) -> tuple[torch.Tensor, torch.Tensor]:
         """Classifier-free guidance on the video; the actions are the conditional branch's alone."""
-        conditional, unconditional = outputs
-        assert conditional.video_velocity is not None
-        assert conditional.action_velocity is not None
-        assert unconditional.video_velocity is not None
-        trace(f"step{index}.video_velocity.{CONDITIONAL}", conditional.video_velocity[None])
-        trace(f"step{index}.video_velocity.{UNCONDITIONAL}", unconditional.video_velocity[None])
-        trace(f"step{index}.action_velocity.{CONDITIONAL}", conditional.action_velocity[None])
-        difference = conditional.video_velocity - unconditional.video_velocity
-        return unconditional.video_velocity + self.config.cfg_scale * difference, conditional.action_velocity
+        video, actions = outputs[0].video_velocity, outputs[0].action_velocity
+        assert video is not None
+        assert actions is not None
+        trace(f"step{index}.video_velocity.{CONDITIONAL}", video[None])
+        trace(f"step{index}.action_velocity.{CONDITIONAL}", actions[None])
+        if len(outputs) == 1:  # guidance is off
+            return video, actions
+        negative = outputs[1].video_velocity
+        assert negative is not None
+        trace(f"step{index}.video_velocity.{UNCONDITIONAL}", negative[None])
+        return negative + self.config.cfg_scale * (video - negative), actions
 
     def _condition(self, rollout: Rollout, first_frame: int, num_frames: int) -> torch.Tensor | None:
         """The first-frame condition at these frames; past its end, its last frames, as the reference does."""
@@ -363,7 +372,7 @@ def _digest(*arrays: np.ndarray) -> str:
 
 def _trace_history(trace: Trace, cache: KVCache, kv: KVState) -> None:
     layer = cache.spec.num_layers - 1
-    for branch in BRANCHES:
+    for branch in kv.branches:
         trace(f"cache.{branch}.layer{layer}", torch.stack(kv.layer_kv(branch, layer))[:, None])
 
 

@@ -27,7 +27,6 @@ class TickInputs:
     state: np.ndarray  # float64 [1, max_state_dim]
     token_ids: np.ndarray  # int64 [1, text_len]
     attention_mask: np.ndarray  # int64 [1, text_len]
-    negative_prompt: Prompt | None = None  # None: the model's own
     latents: torch.Tensor | None = None  # [C, F, h, w], in place of frames
     noise_seed: int | None = None
     noise_video: torch.Tensor | None = None  # [1, C, F, h, w]

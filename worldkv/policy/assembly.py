@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from worldkv.attention.backend import load_backend
-from worldkv.engine.admission import session_blocks
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.kv.cache import KVCache
 from worldkv.kv.storage import KVStorage
@@ -17,6 +17,7 @@ from worldkv.models.checkpoint import Checkpoint, load_module
 from worldkv.models.checkpoint_folder import DIT_PREFIX
 from worldkv.models.dreamzero import DreamZero
 from worldkv.models.encoder_sizes import ImageAttention, read_sizes
+from worldkv.models.tick_io import Prompt
 from worldkv.models.tokenizer import Tokenizer, load_tokenizer
 from worldkv.models.wan_dit import WanDiT
 from worldkv.models.wan_encoders import check_all_tensors, load_encoders
@@ -35,14 +36,17 @@ def load_engine(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     steps: Steps = 8,
+    cfg_scale: float | None = None,
     window_policy: WindowPolicy = "reset",
     image_attention: ImageAttention = "tokens",
     tokenizer: Tokenizer | None = None,
+    negative_prompt: Prompt | None = None,
     progress: Progress | None = None,
 ) -> Engine:
     """A running engine for a DreamZero checkpoint folder. Raises CheckpointError with everything that is wrong.
 
-    `image_attention` is for verification only (see `build_image_encoder`).
+    `cfg_scale` 1 turns guidance off, and one branch runs instead of two; None is the reference's 5. `image_attention`
+    and `negative_prompt` are for verification (see `build_image_encoder`).
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
@@ -59,14 +63,17 @@ def load_engine(
             checkpoint.folder, checkpoint.config.dit.text_len, read_sizes(checkpoint).text.vocab_size
         )
     model = DreamZero(
-        checkpoint.config,
+        checkpoint.config if cfg_scale is None else replace(checkpoint.config, cfg_scale=cfg_scale),
         dit,
         encoders,
-        tokenizer.encode(NEGATIVE_PROMPT),
+        negative_prompt or tokenizer.encode(NEGATIVE_PROMPT),
         window_policy=window_policy,
         steps=steps,
     )
-    num_blocks = config.num_blocks or config.max_sessions * session_blocks(model.spec, config.block_size)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        per_session, shared = (f(config.block_size) for f in (model.spec.blocks_per_session, model.spec.blocks_shared))
+        num_blocks = config.max_sessions * per_session + shared
     storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     return Engine(model, KVCache(model.spec, storage, backend), config)
 
@@ -79,6 +86,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     steps: Steps = 8,
+    cfg_scale: float | None = None,
     progress: Progress | None = None,
 ) -> Policy:
     """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down."""
@@ -92,6 +100,13 @@ def load_policy(
     vocab_size = read_sizes(checkpoint).text.vocab_size
     tokenizer = load_tokenizer(checkpoint.folder, model.dit.text_len, vocab_size)
     engine = load_engine(
-        checkpoint, config, device=device, dtype=dtype, steps=steps, tokenizer=tokenizer, progress=progress
+        checkpoint,
+        config,
+        device=device,
+        dtype=dtype,
+        steps=steps,
+        cfg_scale=cfg_scale,
+        tokenizer=tokenizer,
+        progress=progress,
     )
     return Policy(engine, embodiment, tokenizer)
