@@ -1,11 +1,13 @@
 """The oracle: gather each row's visible slots, then torch's own attention. Any device, any dtype, any block size.
 
-Slots outside a row's [0, n) are never read, so whatever stands in free blocks, NaN included, cannot matter.
+Slots outside a row's [0, n) are never read, so whatever stands in free blocks, NaN included, cannot matter. Rows with
+equally many queries and keys are one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,13 +17,21 @@ from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Rows of one shape: which tokens they are, [rows * queries], and which slots they see, [rows, keys]."""
+
+    num_rows: int
+    tokens: torch.Tensor | None  # None: all tokens, in order
+    slots: torch.Tensor
+
+
 class ReferencePlan:
     """Index tensors of one batch of rows."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
         self._storage = storage
-        self._num_queries = [row.num_queries for row in rows]
-        self._visible = [_visible_slots(storage, row) for row in rows]
+        self._groups = _group(storage, rows)
         writes = [row.write_slots for row in rows if row.write_slots is not None]
         assert len(writes) in (0, len(rows)), "rows that write and rows that only read do not share a plan"
         self._write_slots = torch.from_numpy(np.concatenate(writes)).to(storage.device) if writes else None
@@ -38,12 +48,19 @@ class ReferencePlan:
             assert self._write_slots is not None, "this plan only reads"
             k_slots[self._write_slots] = k_THD.to(k_slots.dtype)
             v_slots[self._write_slots] = v_THD.to(v_slots.dtype)
-        outputs = []
-        for q_row, visible in zip(torch.split(q_THD, self._num_queries), self._visible, strict=True):
-            q, k, v = (t.transpose(0, 1)[None] for t in (q_row, k_slots[visible], v_slots[visible]))
-            attended = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype))
-            outputs.append(attended[0].transpose(0, 1))
-        return torch.cat(outputs)
+        out = torch.empty_like(q_THD)
+        for group in self._groups:
+            q = q_THD if group.tokens is None else q_THD[group.tokens]
+            attended = F.scaled_dot_product_attention(
+                q.reshape(group.num_rows, -1, *q.shape[1:]).transpose(1, 2),
+                k_slots[group.slots].to(q.dtype).transpose(1, 2),
+                v_slots[group.slots].to(q.dtype).transpose(1, 2),
+            )
+            flat = attended.transpose(1, 2).reshape(q.shape)
+            if group.tokens is None:
+                return flat
+            out[group.tokens] = flat
+        return out
 
 
 class ReferenceBackend:
@@ -53,7 +70,19 @@ class ReferenceBackend:
         return ReferencePlan(storage, rows)
 
 
-def _visible_slots(storage: KVStorage, row: AttentionRow) -> torch.Tensor:
-    logical = np.arange(row.num_visible)
-    blocks = row.blocks[logical // storage.block_size].astype(np.int64)
-    return torch.from_numpy(blocks * storage.block_size + logical % storage.block_size).to(storage.device)
+def _group(storage: KVStorage, rows: Sequence[AttentionRow]) -> list[_Group]:
+    starts = np.cumsum([0, *(row.num_queries for row in rows)])
+    members: dict[tuple[int, int], list[int]] = {}
+    for index, row in enumerate(rows):
+        members.setdefault((row.num_queries, row.num_visible), []).append(index)
+    groups = []
+    for (num_queries, num_visible), indices in members.items():
+        logical = np.arange(num_visible)
+        blocks = np.stack([rows[i].blocks[logical // storage.block_size] for i in indices]).astype(np.int64)
+        slots = torch.from_numpy(blocks * storage.block_size + logical % storage.block_size).to(storage.device)
+        tokens = None
+        if len(members) > 1:
+            tokens = torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i] + num_queries) for i in indices]))
+            tokens = tokens.to(storage.device)
+        groups.append(_Group(len(indices), tokens, slots))
+    return groups

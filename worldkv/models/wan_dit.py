@@ -244,19 +244,33 @@ class WanDiT(nn.Module):
         return self._read_out(rows, x, embedding_U, level_T, packed)
 
     def _embed(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
-        tokens = []
-        for row in rows:
-            latents = row.latents
-            if self.config.concat_first_frame_latent:
-                assert row.condition is not None, "this model takes the first frame on its channels"
-                latents = torch.cat([latents, row.condition])
-            patches = _patches(latents.to(self.device, self.dtype), self.config.patch_size)
-            tokens.append(F.linear(patches, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias))
-            if row.actions is not None and row.state is not None:
-                timesteps = torch.full((row.actions.shape[0],), row.action_timestep, device=self.device)
-                tokens.append(self.action_encoder(row.actions.to(self.device, self.dtype), timesteps))
-                tokens.append(self.state_encoder(row.state.to(self.device, self.dtype)))
-        return torch.cat(tokens)
+        """Tokens [T, dim]: each part is embedded for all rows at once, then laid out row by row."""
+        patches = [_patches(self._input(row), self.config.patch_size) for row in rows]
+        embedded = F.linear(torch.cat(patches), self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
+        video = torch.split(embedded, [len(row_patches) for row_patches in patches])
+        drafts = [row for row in rows if row.actions is not None]
+        if not drafts:
+            return embedded
+        actions = torch.cat([row.actions for row in drafts if row.actions is not None]).to(self.device, self.dtype)
+        states = torch.cat([row.state for row in drafts if row.state is not None]).to(self.device, self.dtype)
+        counts = [_draft_tokens(row) for row in drafts]
+        timesteps = torch.tensor([row.action_timestep for row in drafts], device=self.device).repeat_interleave(
+            torch.tensor([num_actions for num_actions, _ in counts], device=self.device), output_size=len(actions)
+        )
+        action_tokens = iter(torch.split(self.action_encoder(actions, timesteps), [n for n, _ in counts]))
+        state_tokens = iter(torch.split(self.state_encoder(states), [n for _, n in counts]))
+        parts: list[torch.Tensor] = []
+        for row, row_video in zip(rows, video, strict=True):
+            parts += [row_video] if row.actions is None else [row_video, next(action_tokens), next(state_tokens)]
+        return torch.cat(parts)
+
+    def _input(self, row: ForwardRow) -> torch.Tensor:
+        """[in_dim, F, h, w]"""
+        latents = row.latents
+        if self.config.concat_first_frame_latent:
+            assert row.condition is not None, "this model takes the first frame on its channels"
+            latents = torch.cat([latents, row.condition])
+        return latents.to(self.device, self.dtype)
 
     def _phases(self, rows: Sequence[ForwardRow]) -> Phases:
         if self._rotary is None:
@@ -283,17 +297,27 @@ class WanDiT(nn.Module):
         level_T: torch.Tensor,
         packed: _Packing,
     ) -> list[RowOutput]:
-        outputs = []
-        for row, start in zip(rows, packed.row_starts, strict=True):
-            if row.actions is None:
-                outputs.append(RowOutput(None, None))
-                continue
-            num_frames, height, width = row.latents.shape[1:]
-            stop = start + self.config.frame_tokens * num_frames
-            patches = self.head(x[start:stop], embedding_U, level_T[start:stop])
-            video = _unpatch(patches, (num_frames, height, width), self.config)
-            outputs.append(RowOutput(video, self.action_decoder(x[stop : stop + row.actions.shape[0]])))
-        return outputs
+        drafts = [(row, start) for row, start in zip(rows, packed.row_starts, strict=True) if row.actions is not None]
+        if not drafts:
+            return [RowOutput(None, None)] * len(rows)
+        frame_tokens = self.config.frame_tokens
+        videos, actions = [], []
+        for row, start in drafts:
+            stop = start + frame_tokens * row.latents.shape[1]
+            videos.append(slice(start, stop))
+            actions.append(slice(stop, stop + _draft_tokens(row)[0]))
+        patches = self.head(
+            torch.cat([x[part] for part in videos]), embedding_U, torch.cat([level_T[part] for part in videos])
+        )
+        split_patches = iter(torch.split(patches, [part.stop - part.start for part in videos]))
+        velocities = self.action_decoder(torch.cat([x[part] for part in actions]))
+        split_actions = iter(torch.split(velocities, [part.stop - part.start for part in actions]))
+        return [
+            RowOutput(None, None)
+            if row.actions is None
+            else RowOutput(_unpatch(next(split_patches), row.latents.shape[1:], self.config), next(split_actions))
+            for row in rows
+        ]
 
 
 class _Packing:
@@ -354,7 +378,7 @@ def _patches(x_CFhw: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
     return grid.permute(1, 3, 5, 0, 2, 4, 6).reshape(-1, c * t * p * q)
 
 
-def _unpatch(patches: torch.Tensor, size: tuple[int, int, int], config: DiTConfig) -> torch.Tensor:
+def _unpatch(patches: torch.Tensor, size: Sequence[int], config: DiTConfig) -> torch.Tensor:
     """[tokens, patch volume * C] -> [C, F, h, w]; a patch's elements are ordered t, h, w, channel."""
     f, h, w = size
     t, p, q = config.patch_size
