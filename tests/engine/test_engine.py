@@ -355,3 +355,17 @@ def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
     engine.model.forward = forward
     assert engine.health().ready
     engine.shutdown()
+
+
+def test_stats_count_forwards_by_rows_and_conditioning_by_hits(engine: Engine) -> None:
+    sessions = [engine.open_session() for _ in range(2)]
+    for session in sessions:
+        engine.submit(session, make_inputs(engine, 0, 1)).result()
+    fork = engine.fork(sessions[0])
+    engine.park(sessions[1])
+    stats = engine.stats()
+    assert stats.rows_per_forward == {2: 18}
+    assert (stats.conditioning_misses, stats.conditioning_hits) == (3, 3), "the second session finds all three stored"
+    assert (stats.num_sessions, stats.num_parked, stats.num_ticks_in_flight) == (3, 1, 0)
+    assert 0 < stats.blocks_shared <= stats.blocks_used
+    engine.close(fork, "done")

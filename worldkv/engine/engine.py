@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from typing import Any
 from worldkv.engine.admission import Admission, Capacity
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Job, Session, Snapshot
+from worldkv.engine.stats import Stats
 from worldkv.engine.worker import Worker
 from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.kv.cache import KVCache
@@ -73,6 +75,7 @@ class Engine:
         self._snapshots: set[Snapshot] = set()
         self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
         self._num_closing = 0
+        self._rows_per_forward: Counter[int] = Counter()
         self._worker = Worker(self, Scheduler(self.config.max_rows, self.config.max_tokens), self.config.stuck_after_s)
         self._condition = self._worker.condition
 
@@ -195,6 +198,22 @@ class Engine:
         with self._condition:
             return self.admission.capacity(bytes_per_block, len(self.sessions), self.cache.pool.num_used)
 
+    def stats(self) -> Stats:
+        """Counters for metrics; reading them stops nothing."""
+        store, pool = self.cache.conditioning, self.cache.pool
+        with self._condition:
+            sessions = list(self.sessions.values())
+        return Stats(
+            dict(self._rows_per_forward),
+            store.num_hits,
+            store.num_misses,
+            len(sessions),
+            sum(session.parked is not None for session in sessions),
+            sum(session.job is not None for session in sessions),
+            pool.num_used,
+            pool.num_shared,
+        )
+
     def shutdown(self) -> None:
         """End all ticks with EngineStopped, close all sessions and snapshots, stop the thread; safe twice."""
         self._worker.stop()
@@ -258,6 +277,7 @@ class Engine:
         rows = [row for request in requests for row in request.rows]
         forwards = [[row] for row in rows] if alone else [rows]
         outputs = [output for forward in forwards for output in self.model.forward(self.cache, forward)]
+        self._rows_per_forward.update(len(forward) for forward in forwards)
         iterator = iter(outputs)
         return [self._commit(request, list(itertools.islice(iterator, len(request.rows)))) for request in requests]
 

@@ -29,6 +29,11 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks with more than one reference."""
+        return sum(count > 1 for count in self._num_references)
+
     def num_references(self, block: int) -> int:
         return self._num_references[block]
 

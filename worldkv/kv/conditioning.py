@@ -44,6 +44,7 @@ class ConditioningStore:
         self._pool = pool
         self._storage = storage
         self._entries: dict[str, ConditioningEntry] = {}
+        self.num_hits = self.num_misses = 0  # entries found stored, and entries projected
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,6 +57,7 @@ class ConditioningStore:
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_references += 1
+            self.num_hits += 1
         return entry
 
     def publish(self, key: str, num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> ConditioningEntry:
@@ -68,6 +70,7 @@ class ConditioningStore:
         if stored is not None:
             if stored.num_tokens != num_tokens:
                 raise ValueError(f"key: {key!r} is stored with {stored.num_tokens} tokens, now come {num_tokens}")
+            self.num_hits += 1
             return self.share(stored)
         blocks = self._pool.allocate(blocks_for(num_tokens, self._storage.block_size))
         if blocks is None:
@@ -79,6 +82,7 @@ class ConditioningStore:
             raise
         entry = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
         self._entries[key] = entry
+        self.num_misses += 1
         return entry
 
     def _write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:

@@ -1,0 +1,20 @@
+"""What an engine counts, for metrics and displays. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What the engine has done so far, and what it holds. Counts only ever grow but for the last five."""
+
+    rows_per_forward: Mapping[int, int]  # number of rows -> forwards of that many
+    conditioning_hits: int
+    conditioning_misses: int
+    num_sessions: int
+    num_parked: int
+    num_ticks_in_flight: int
+    blocks_used: int
+    blocks_shared: int  # held by more than one history
