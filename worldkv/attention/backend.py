@@ -40,12 +40,17 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def why_not(self, storage: KVStorage) -> str | None:
+        """One line on why this backend cannot serve this storage, and what would help; None where it can."""
+        ...
+
     def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan: ...
 
 
 # name -> (module, class); imported only when chosen
 BACKENDS: dict[str, tuple[str, str]] = {
     "reference": ("worldkv.attention.reference", "ReferenceBackend"),
+    "cudnn": ("worldkv.attention.cudnn", "CudnnBackend"),
 }
 
 

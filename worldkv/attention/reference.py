@@ -66,6 +66,9 @@ class ReferencePlan:
 class ReferenceBackend:
     name = "reference"
 
+    def why_not(self, storage: KVStorage) -> str | None:
+        return None
+
     def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> ReferencePlan:
         return ReferencePlan(storage, rows)
 

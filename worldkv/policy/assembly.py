@@ -75,6 +75,8 @@ def load_engine(
         per_session, shared = (f(config.block_size) for f in (model.spec.blocks_per_session, model.spec.blocks_shared))
         num_blocks = config.max_sessions * per_session + shared
     storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
+    if (reason := backend.why_not(storage)) is not None:
+        raise ValueError(f"attention: {reason}; or choose `reference`, which runs everywhere")
     return Engine(model, KVCache(model.spec, storage, backend), config)
 
 
