@@ -69,7 +69,9 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_cache_options(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)")
+    group.add_argument(
+        "--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)"
+    )
     group.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
 
 
@@ -151,7 +153,9 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     command.usage = "worldkv verify DIR [options]"  # DIR first: after --block-size it would be taken for a size
     command.add_argument("folder", type=Path, metavar="DIR", help="checkpoint with golden.safetensors and calls.json")
     command.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error allowed (1e-3)")
-    command.add_argument("--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)")
+    command.add_argument(
+        "--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)"
+    )
     command.add_argument(
         "--block-size",
         type=int,

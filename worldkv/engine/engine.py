@@ -212,6 +212,7 @@ class Engine:
             sum(session.job is not None for session in sessions),
             pool.num_used,
             pool.num_shared,
+            self.cache.storage.num_copied,
         )
 
     def shutdown(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stats:
-    """What the engine has done so far, and what it holds. Counts only ever grow but for the last five."""
+    """What the engine has done so far, and what it holds. Counts of what was done only ever grow."""
 
     rows_per_forward: Mapping[int, int]  # number of rows -> forwards of that many
     conditioning_hits: int
@@ -18,3 +18,4 @@ class Stats:
     num_ticks_in_flight: int
     blocks_used: int
     blocks_shared: int  # held by more than one history
+    blocks_copied: int  # copied on write, so far

@@ -52,6 +52,7 @@ class KVStorage:
             raise ValueError(f"block_size: expected a power of two, got {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device, self.dtype = torch.device(device), dtype
+        self.num_copied = 0  # blocks copied on write so far
         shape = (num_blocks, block_size, spec.num_heads, spec.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
@@ -72,6 +73,7 @@ class KVStorage:
         """Copy whole blocks, (source, destination), in every layer."""
         if not copies:
             return
+        self.num_copied += len(copies)
         source, destination = torch.tensor(copies, device=self.device).unbind(1)
         for tensor in (*self.k, *self.v):
             tensor[destination] = tensor[source]
