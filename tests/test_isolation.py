@@ -1,0 +1,93 @@
+"""Robots beside each other get what each would get alone: over sockets, in random order, whatever shares a forward."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("uvicorn")
+
+from worldkv.client import PolicyClient
+from worldkv.engine.engine import EngineConfig
+from worldkv.policy.assembly import load_policy
+from worldkv.server.policy_server import PolicyServer, ServerConfig
+
+NUM_ROBOTS = 6
+
+
+@contextmanager
+def serving(folder: Path, batch_invariant: bool) -> Iterator[PolicyServer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        policy = load_policy(
+            folder, EngineConfig(block_size=16, max_sessions=NUM_ROBOTS + 1, batch_invariant=batch_invariant)
+        )
+    try:
+        with PolicyServer(policy, ServerConfig(port=0)) as server:
+            yield server
+    finally:
+        policy.close()
+        policy.engine.shutdown()
+        policy.engine.cache.pool.check()
+
+
+def observation(robot: int, tick: int) -> dict[str, object]:
+    rng = np.random.default_rng([robot, tick])
+    frames = rng.integers(0, 256, (3, 1 if tick == 0 else 4, 180, 320, 3), dtype=np.uint8)
+    return {
+        "observation/exterior_image_0_left": frames[0],
+        "observation/exterior_image_1_left": frames[1],
+        "observation/wrist_image_left": frames[2],
+        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
+        "observation/gripper_position": rng.uniform(0, 1, 1),
+        "prompt": f"do task {robot % 2}",
+    }
+
+
+def episode(port: int, robot: int, num_ticks: int, delay: random.Random | None = None) -> list[np.ndarray]:
+    with PolicyClient(port=port, session_id=f"robot {robot} {delay is None}") as client:
+        actions = []
+        for tick in range(num_ticks):
+            if delay is not None:
+                time.sleep(delay.uniform(0, 0.05))
+            actions.append(np.array(client.infer(observation(robot, tick))))
+    return actions
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ticks", "batch_invariant"), [("ti2v", 3, True), ("ti2v", 3, False), ("i2v", 2, True)]
+)
+def test_six_robots_at_once_get_what_each_gets_alone(
+    kind: str, num_ticks: int, batch_invariant: bool, request: pytest.FixtureRequest
+) -> None:
+    with serving(request.getfixturevalue(f"golden_{kind}"), batch_invariant) as server:
+        together: dict[int, list[np.ndarray]] = {}
+        threads = [
+            threading.Thread(
+                target=lambda robot=robot: together.__setitem__(
+                    robot, episode(server.port, robot, num_ticks, random.Random(robot))
+                )
+            )
+            for robot in range(NUM_ROBOTS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(together) == NUM_ROBOTS, "a robot got no answer"
+        for robot in range(NUM_ROBOTS):
+            for ours, alone in zip(together[robot], episode(server.port, robot, num_ticks), strict=True):
+                if batch_invariant:
+                    assert np.array_equal(ours, alone), f"robot {robot} depends on its company"
+                else:
+                    assert np.linalg.norm(ours - alone) <= 1e-5 * np.linalg.norm(alone)
