@@ -52,9 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         inputs = [make_inputs(checkpoint, seed) for seed in range(most)]
     measure(engine, inputs[:2], 2, together=True)  # warm up
     rows = []
-    print(
-        f"{'sessions':>8} {'one by one':>11} {'batched':>9} {'ratio':>6} {'p50 ms':>8} {'p99 ms':>8} {'rows/forward':>13}"
-    )
+    names = ("sessions", "one by one", "batched", "ratio", "p50 ms", "p99 ms", "rows/forward")
+    print("{:>8} {:>11} {:>9} {:>6} {:>8} {:>8} {:>13}".format(*names))
     for count in arguments.sessions:
         alone = measure(engine, inputs[:count], arguments.ticks, together=False)
         batched = measure(engine, inputs[:count], arguments.ticks, together=True)
