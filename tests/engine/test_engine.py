@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -335,6 +334,7 @@ def test_a_session_that_cannot_come_back_from_the_host_stays_parked_and_can_try_
 def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
     engine = make_engine("ti2v", stuck_after_s=0.05)
     session, go_on, entered = engine.open_session(), threading.Event(), threading.Event()
+    idle = engine.open_session()
     forward = engine.model.forward
 
     def stuck(cache: Any, rows: Any) -> Any:
@@ -345,7 +345,8 @@ def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
     engine.model.forward = stuck
     future = engine.submit(session, make_inputs(engine, 0, 1))
     assert entered.wait(10)
-    time.sleep(0.1)
+    with pytest.raises(EngineStopped, match="stuck"):
+        engine.snapshot(idle)  # asked for before anybody could know
     assert not engine.health().ready
     assert "stuck" in engine.health().reason
     with pytest.raises(EngineStopped, match="stuck"):
@@ -354,6 +355,10 @@ def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
     future.result()
     engine.model.forward = forward
     assert engine.health().ready
+    charged = engine.capacity().num_charged
+    engine.release(engine.snapshot(idle))
+    engine.warm_up()
+    assert engine.capacity().num_charged == charged, "the snapshot that was given up was taken after all"
     engine.shutdown()
 
 

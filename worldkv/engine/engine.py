@@ -136,7 +136,7 @@ class Engine:
             self._require_free(session)
             self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_snapshot(session))
-        return done.result()
+        return self._worker.wait(done)
 
     def restore(self, session: Session, snapshot: Snapshot) -> None:
         """Rewind the session to a snapshot, which stays valid, also past evictions. Raises SessionBusy in a tick."""
@@ -145,7 +145,7 @@ class Engine:
             self._require_free(session)
             self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_restore(session, snapshot))
-        done.result()
+        self._worker.wait(done)
 
     def fork(self, source: Session | Snapshot, session_id: str | None = None) -> Session:
         """A new session that continues from a session's last commit, or from a snapshot; no K/V is copied.
@@ -162,7 +162,7 @@ class Engine:
             self.sessions[session.session_id] = session
             done = self._worker.errand(lambda: self._do_fork(session, source))
         try:
-            done.result()
+            self._worker.wait(done)
         except BaseException:
             self.close(session, "its fork failed")
             raise
@@ -178,14 +178,14 @@ class Engine:
             self._worker.require_running()
             self._require_free(session)
             done = self._worker.errand(lambda: self._do_park(session))
-        done.result()
+        self._worker.wait(done)
 
     # the whole
 
     def warm_up(self) -> None:
         """Raises unless the engine's thread answers; the policy's synthetic ticks warm the model itself."""
         self._worker.require_running()
-        self._worker.errand(lambda: None).result()
+        self._worker.wait(self._worker.errand(lambda: None))
 
     def health(self) -> Health:
         trouble = self._worker.trouble()

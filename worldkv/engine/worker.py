@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -93,6 +93,8 @@ class Worker:
         done: Future[T] = Future()
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(change())
             except Exception as error:
@@ -105,6 +107,14 @@ class Worker:
             self._errands.append(run)
             self.condition.notify_all()
         return done
+
+    def wait(self, done: Future[T]) -> T:
+        """What an errand returns. Raises EngineStopped once the engine is stuck; then the errand is never done."""
+        while not wait({done}, _IDLE_TURN_S).done:
+            trouble = self.trouble()
+            if trouble is not None and done.cancel():
+                raise EngineStopped(trouble)
+        return done.result()
 
     def stop(self) -> None:
         """Safe to call twice, and from the worker's own thread."""

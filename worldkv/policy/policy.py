@@ -28,7 +28,7 @@ from worldkv.policy.preparation import FRAMES_PER_TICK, Memory, Preparation, Pre
 
 if TYPE_CHECKING:
     from worldkv.engine.engine import Engine, Health
-    from worldkv.engine.session import Session
+    from worldkv.engine.session import Session, Snapshot
 
 _PREPROCESS_THREADS = 2
 
@@ -82,6 +82,25 @@ class Policy:
         engine_session = self.engine.open_session(session_id)
         return PolicySession(session_id, engine_session, self.engine, self._preparation, self._pool)
 
+    def fork(self, source: PolicySession | PolicySnapshot, session_id: str | None = None) -> PolicySession:
+        """A new session that goes on from a session as it is now, or from a snapshot; no K/V is copied.
+
+        Waits for the forward under way. Raises SessionBusy during the source's tick, AdmissionRefused.
+        """
+        session_id = session_id or uuid.uuid4().hex
+        if isinstance(source, PolicySnapshot):
+            forked, memory = self.engine.fork(source.engine_snapshot, session_id), source.memory
+        else:
+            with source.between_ticks() as memory:
+                forked = self.engine.fork(source.engine_session, session_id)
+        session = PolicySession(session_id, forked, self.engine, self._preparation, self._pool)
+        session.remember(memory)
+        return session
+
+    def release(self, snapshot: PolicySnapshot) -> None:
+        """Give a snapshot's references back; safe twice."""
+        self.engine.release(snapshot.engine_snapshot)
+
     def warm_up(self) -> None:
         """Run the two kinds of tick that robots ask for (first, later) in a session that is thrown away."""
         self.engine.warm_up()
@@ -101,6 +120,14 @@ class Policy:
     def close(self) -> None:
         """Stop the policy's threads; ticks still in the engine end with EngineStopped. Safe twice."""
         self._pool.shutdown(wait=True)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicySnapshot:
+    """A session frozen between two ticks: its history in the engine, and what it remembers of the robot."""
+
+    engine_snapshot: Snapshot
+    memory: Memory
 
 
 @dataclass(eq=False)
@@ -138,6 +165,7 @@ class PolicySession:
         self._engine = engine
         self._preparation = preparation
         self._pool = pool
+        self._control = threading.Lock()  # one reset, close, snapshot, restore, fork or park at a time; taken first
         self._lock = threading.Lock()  # may be held when the engine's is taken, never the other way round
         self._memory = Memory()
         self._tick: _Tick | None = None
@@ -165,18 +193,68 @@ class PolicySession:
 
     def reset(self) -> None:
         """Forget all frames; the next tick starts a new window. A tick in flight ends with SessionEnded."""
-        with self._ending_tick("was reset"):
+        with self._control, self._ending_tick("was reset"):
             self._require_open()
             self._memory = replace(self._memory, views=())
             self._engine.reset(self.engine_session)
 
     def close(self, reason: str) -> None:
         """End the session and give its cache back. Safe to call twice; the first reason stands."""
-        with self._ending_tick(f"was closed: {reason}"):
+        with self._control, self._ending_tick(f"was closed: {reason}"):
             if self._closed_for is None:
                 self._closed_for = reason
                 self._memory = Memory()
                 self._engine.close(self.engine_session, reason)
+
+    def snapshot(self) -> PolicySnapshot:
+        """Freeze the session between two ticks. Waits for the forward under way.
+
+        Raises SessionBusy during a tick, AdmissionRefused.
+        """
+        with self.between_ticks() as memory:
+            return PolicySnapshot(self._engine.snapshot(self.engine_session), memory)
+
+    def restore(self, snapshot: PolicySnapshot) -> None:
+        """Go back to a snapshot of this or another session. Raises like `snapshot`."""
+        with self.between_ticks():
+            self._engine.restore(self.engine_session, snapshot.engine_snapshot)
+            self.remember(snapshot.memory)
+
+    def park(self) -> None:
+        """Move the session's K/V to host memory until its next tick. Raises SessionBusy during a tick."""
+        with self.between_ticks():
+            self._engine.park(self.engine_session)
+
+    def describe(self) -> dict[str, Any]:
+        """What people and programs are shown of a session; plain values."""
+        session = self.engine_session
+        branches = session.kv.branches.values()
+        return {
+            "state": "parked" if session.parked is not None else "live",
+            "busy": self._tick is not None,
+            "frames_seen": max((branch.num_chunks for branch in branches), default=0),
+            "blocks": session.kv.num_blocks,
+        }
+
+    def remember(self, memory: Memory) -> None:
+        """Take over what another session remembers."""
+        with self._lock:
+            self._memory = memory
+
+    @contextmanager
+    def between_ticks(self) -> Iterator[Memory]:
+        """Gives the session's memory; in the `with` no tick can start, and a reset or close waits for its end."""
+        with self._control:
+            with self._lock:
+                self._require_open()
+                if self._tick is not None:
+                    raise SessionBusy(f"session {self.session_id} has a tick in flight; wait for its reply")
+                self._tick = _Tick({})
+            try:
+                yield self._memory
+            finally:
+                with self._lock:
+                    self._tick = None
 
     @contextmanager
     def _ending_tick(self, how: str) -> Iterator[None]:

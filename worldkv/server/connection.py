@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 import uuid
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from worldkv.errors import RequestTimedOut, SessionEnded, Unauthorised, WorldKVError
+from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.server.service import PolicyService
+from worldkv.server.sessions import owned
 from worldkv.wire import (
     RESET_REPLY,
     CloseCode,
@@ -48,6 +48,7 @@ class Connection:
         self._websocket = websocket
         self._service = service
         self._private_id = f"connection-{uuid.uuid4().hex}"
+        self._owner = ""
         self._current_id = self._private_id  # the session of the last request
         self._incoming: asyncio.Task[Any] | None = None  # the next message, asked for ahead of its turn
         self._work: asyncio.Task[bytes | str] | None = None
@@ -68,6 +69,7 @@ class Connection:
                 await self._refuse(error)
             finally:
                 self._gone = True
+                self._service.forget_connection(self)
                 await self._service.sessions.detach(self)
         await self._finish()
 
@@ -80,13 +82,9 @@ class Connection:
         await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
 
     def _authorise(self) -> None:
-        key = self._service.config.api_key
-        if key is None:
-            return
-        came = self._websocket.headers.get("authorization", "")
-        if not hmac.compare_digest(came.encode(), f"Api-Key {key}".encode()):
-            hint = "another one came" if came else "none came"
-            raise Unauthorised(f"expected the header `Authorization: Api-Key <key>` with the server's key; {hint}")
+        """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
+        self._owner = self._service.config.owner_of(self._websocket.headers.get("authorization"))
+        self._service.count_connection(self._owner, self)
 
     async def _next_message(self) -> bytes | str | None:
         """Of any size that the web server lets through; None: the server shuts down."""
@@ -142,8 +140,8 @@ class Connection:
         await self._service.until_ready()
         if self._gone:  # while it waited
             raise WebSocketDisconnect(1005)
-        self._current_id = request.session_id or self._private_id
-        async with self._service.sessions.use(self._current_id, self, request) as entry:
+        self._current_id = self._session_key(request.session_id) or self._private_id
+        async with self._service.sessions.use(self._current_id, self, request, self._owner) as entry:
             if self._gone:  # while it was being opened
                 raise WebSocketDisconnect(1005)
             future = asyncio.wrap_future(entry.session.infer(request.observation))
@@ -165,8 +163,11 @@ class Connection:
         return {"infer_ms": infer_ms, **stages, **({} if previous is None else {"prev_total_ms": previous})}
 
     async def _reset(self, request: ResetRequest) -> str:
-        await self._service.sessions.reset(request.session_id or self._current_id)
+        await self._service.sessions.reset(self._session_key(request.session_id) or self._current_id)
         return RESET_REPLY
+
+    def _session_key(self, session_id: str | None) -> str | None:
+        return None if session_id is None else owned(session_id, self._owner)
 
     async def _refuse(self, error: Exception) -> None:
         """Tell the client: a text with an id that finds the traceback in the log, then a close code."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from worldkv.errors import EngineStopped
+from worldkv.errors import AdmissionRefused, EngineStopped
 from worldkv.server.config import ServerConfig
 from worldkv.server.metrics import Metrics
 from worldkv.server.sessions import EndReason, SessionTable
@@ -39,18 +39,29 @@ class PolicyService:
         self.metrics = Metrics()
         self.connections: set[asyncio.Task[None]] = set()
         self.warm_up_error: Exception | None = None
-        self._policy = policy
+        self.policy = policy
+        self._connections_of: dict[object, str] = {}  # connection -> its owner
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self.sessions = SessionTable(policy, config, self.metrics, self._threads)
 
     @property
     def greeting(self) -> bytes:
         """The first message of every connection."""
-        return pack(self._policy.metadata)
+        return pack(self.policy.metadata)
 
     @property
     def draining(self) -> bool:
         return self.closing.done()
+
+    def count_connection(self, owner: str, connection: object) -> None:
+        """Raises AdmissionRefused where `owner` has as many sockets as one key may."""
+        limit = self.config.max_connections
+        if sum(other == owner for other in self._connections_of.values()) >= limit:
+            raise AdmissionRefused(f"{limit} sockets are open, the most that one client may have; close one", 1000)
+        self._connections_of[connection] = owner
+
+    def forget_connection(self, connection: object) -> None:
+        self._connections_of.pop(connection, None)
 
     def start(self) -> None:
         """Begin to warm the policy up, in the background."""
@@ -78,7 +89,7 @@ class PolicyService:
             return f"warm-up failed: {type(self.warm_up_error).__name__}; the server's log says more"
         loop = asyncio.get_running_loop()
         try:
-            check = loop.run_in_executor(self._threads, self._policy.health)
+            check = loop.run_in_executor(self._threads, self.policy.health)
             health = await asyncio.wait_for(check, _HEALTH_TIMEOUT_S)
         except TimeoutError:
             return f"the engine did not answer within {_HEALTH_TIMEOUT_S:g} s"
@@ -106,7 +117,7 @@ class PolicyService:
         """On a thread of its own: it may take minutes."""
         error = None
         try:
-            self._policy.warm_up()
+            self.policy.warm_up()
         except Exception as caught:
             error = caught
         with suppress(RuntimeError):  # the server has stopped meanwhile

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
-from worldkv.errors import AdmissionRefused, EngineStopped, SessionNotFound
+from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
 from worldkv.server.config import ServerConfig
 from worldkv.server.metrics import Metrics
 from worldkv.wire import InferRequest
 
 if TYPE_CHECKING:
-    from worldkv.policy.policy import Policy, PolicySession
+    from worldkv.policy.policy import Policy, PolicySession, PolicySnapshot
 
 _REMEMBERED_ENDS = 4096
 _LONGEST_SWEEP_PERIOD_S = 5.0
@@ -36,10 +36,16 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
+def owned(session_id: str, owner: str) -> str:
+    """The table's name for a client's session: every key has ids of its own, so those of others do not exist for it."""
+    return f"{session_id}@{owner}" if owner else session_id
+
+
 class EndReason(StrEnum):
     IDLE = "idle"
     GRACE_OVER = "grace_over"
     CONNECTION_CLOSED = "connection_closed"
+    DELETED = "deleted"
     MADE_ROOM = "made_room"  # a session without a history; nothing is lost
     FAILED = "failed"
     SHUTDOWN = "shutdown"
@@ -58,6 +64,7 @@ class Entry:
     uses: int = 0  # requests being served
     has_history: bool = False  # since it was opened or reset
     prompt: object = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class SessionTable:
         self._closed = False
 
     @asynccontextmanager
-    async def use(self, session_id: str, connection: object, request: InferRequest) -> AsyncIterator[Entry]:
+    async def use(
+        self, session_id: str, connection: object, request: InferRequest, owner: str = ""
+    ) -> AsyncIterator[Entry]:
         """The session that `request` is for, opened if new, its history dropped if a rule says so.
 
         It cannot expire inside the `with`. Raises SessionNotFound, once, for an id whose session has ended;
@@ -89,7 +98,7 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is None:
             self._refuse_silent_restart(session_id, request)
-            entry = await self._open(session_id, named=request.session_id is not None)
+            entry = await self._open(session_id, named=request.session_id is not None, owner=owner)
         reason = self._restart_reason(entry, request)
         entry.connections.add(connection)
         entry.orphaned_since = None
@@ -189,20 +198,63 @@ class SessionTable:
             return "another prompt"
         return None
 
-    async def _open(self, session_id: str, *, named: bool) -> Entry:
+    async def open(self, session_id: str, owner: str, source: PolicySession | PolicySnapshot | None = None) -> Entry:
+        """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
+        if session_id in self._entries:
+            raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+        self._ended.pop(session_id, None)
+        entry = await self._open(session_id, named=True, owner=owner, source=source)
+        entry.has_history = source is not None
+        return entry
+
+    def get(self, session_id: str) -> Entry:
+        """An open session. Raises SessionNotFound, with the reason where it has ended."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            end = self._ended.get(session_id)
+            raise SessionNotFound(f"session {session_id} " + (f"has ended: {end.text}" if end else "is not known here"))
+        return entry
+
+    def of(self, owner: str) -> list[Entry]:
+        """All open sessions of one key, in the order in which they were opened."""
+        return [entry for entry in self._entries.values() if entry.owner == owner]
+
+    async def run(self, entry: Entry, function: Callable[..., R], *args: object) -> R:
+        """Call something of the entry's that may wait, on a thread; the session cannot expire meanwhile."""
+        entry.uses += 1
+        try:
+            return await self._in_thread(function, *args)
+        finally:
+            entry.uses -= 1
+            entry.last_used = self._now()
+
+    async def _open(
+        self, session_id: str, *, named: bool, owner: str, source: PolicySession | PolicySnapshot | None = None
+    ) -> Entry:
         async with self._lock:
             entry = self._entries.get(session_id)
             if entry is not None:  # another socket was first
                 return entry
             if self._closed:
                 raise EngineStopped("the server is shutting down")
+            if len(self.of(owner)) >= self._config.max_sessions:
+                raise AdmissionRefused(
+                    f"{self._config.max_sessions} sessions are open, the most that one client may have; close one",
+                    retry_after_ms=1000,
+                )
+
+            def make() -> PolicySession:
+                return (
+                    self._policy.open_session(session_id) if source is None else self._policy.fork(source, session_id)
+                )
+
             try:
-                session = await self._in_thread(self._policy.open_session, session_id)
+                session = await self._in_thread(make)
             except AdmissionRefused as refused:
                 if not await self._make_room():
                     raise self._with_retry_time(refused) from refused
-                session = await self._in_thread(self._policy.open_session, session_id)
-            entry = Entry(session_id, session, named, last_used=self._now())
+                session = await self._in_thread(make)
+            entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
             self._entries[session_id] = entry
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id)
