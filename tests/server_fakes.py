@@ -7,6 +7,7 @@ A tick's actions tell what the server did: see `told`. The prompt steers a tick:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import urllib.error
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 from websockets.sync.client import ClientConnection, connect
 
+from worldkv.engine.admission import Capacity
+from worldkv.engine.stats import Stats
 from worldkv.errors import AdmissionRefused, BadRequest, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.server.policy_server import PolicyServer, ServerConfig
 from worldkv.wire import pack, unpack
@@ -51,7 +54,30 @@ class FakeHealth:
     reason: str
 
 
+class FakeEngine:
+    """Nothing in it, as far as metrics can see."""
+
+    def stats(self) -> Stats:
+        return Stats(
+            rows_per_forward={},
+            conditioning_hits=0,
+            conditioning_misses=0,
+            num_sessions=0,
+            num_parked=0,
+            bytes_parked=0,
+            num_ticks_in_flight=0,
+            blocks_used=0,
+            blocks_shared=0,
+            blocks_copied=0,
+        )
+
+    def capacity(self) -> Capacity:
+        return Capacity(*[0] * len(dataclasses.fields(Capacity)))
+
+
 class FakePolicy:
+    engine = FakeEngine()
+
     def __init__(self, *, capacity: int = 16, warm: bool = True) -> None:
         self.metadata = METADATA
         self.capacity = capacity

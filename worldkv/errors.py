@@ -67,6 +67,12 @@ class SessionNotFound(WorldKVError, LookupError):
     code = "session_not_found"
 
 
+class SnapshotNotFound(WorldKVError, LookupError):
+    """No such snapshot: never taken, or released."""
+
+    code = "snapshot_not_found"
+
+
 class SessionBusy(WorldKVError, RuntimeError):
     """The session already has a tick in flight."""
 

@@ -36,6 +36,7 @@ from worldkv.errors import BadRequest, MessageTooLarge, WorldKVError
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
 RESET_REPLY = "reset successful"
 MAX_SESSION_ID_CHARACTERS = 256
+_MAX_ERROR_CHARACTERS = 2000
 
 _MAX_DEPTH = 16
 _TOO_DEEP = f"message: expected at most {_MAX_DEPTH} levels of lists and maps, got more"
@@ -72,6 +73,7 @@ class CloseCode(IntEnum):
 _CLOSE_CODES: Mapping[str, CloseCode] = {
     "bad_request": CloseCode.BAD_REQUEST,
     "session_not_found": CloseCode.SESSION_NOT_FOUND,
+    "snapshot_not_found": CloseCode.SESSION_NOT_FOUND,
     "session_ended": CloseCode.SESSION_NOT_FOUND,
     "session_busy": CloseCode.SESSION_BUSY,
     "message_too_large": CloseCode.MESSAGE_TOO_LARGE,
@@ -368,10 +370,16 @@ def infer_reply(
     return reply
 
 
-def error_text(error: Exception, error_id: str) -> str:
-    """The text frame for a failed request: what went wrong, never how; `error_id` finds that in the log."""
+def public_error(error: Exception) -> tuple[str, str]:
+    """(code, message) as a client may read them: what went wrong, never how."""
     if not isinstance(error, WorldKVError):
-        return f"internal: the server failed on this request [error {error_id}]"
+        return WorldKVError.code, "the server failed on this request"
+    return error.code, str(error)[:_MAX_ERROR_CHARACTERS]
+
+
+def error_text(error: Exception, error_id: str) -> str:
+    """The text frame for a failed request; `error_id` finds its traceback in the log."""
+    code, message = public_error(error)
     retry_after_ms = getattr(error, "retry_after_ms", None)
     retry = f" (retry_after_ms={retry_after_ms})" if retry_after_ms is not None else ""
-    return f"{error.code}: {str(error)[:2000]}{retry} [error {error_id}]"
+    return f"{code}: {message}{retry} [error {error_id}]"

@@ -165,7 +165,7 @@ def test_a_shutdown_lets_the_tick_in_flight_end_and_says_goodbye() -> None:
         assert goodbye(busy) == (CloseCode.GOING_AWAY, "the server is shutting down")
         stopping.join(10)
         assert not stopping.is_alive()
-    assert policy.closed == [("robot", "the server is shutting down")]
+    assert policy.closed == [("robot", "the server is shutting down (shutdown)")]
     with pytest.raises(ConnectionRefusedError), raw_client(server.port):
         pass
 
@@ -211,7 +211,7 @@ def test_a_second_interrupt_ends_the_tick_in_flight_and_its_client_is_told() -> 
             process.send_signal(signal.SIGINT)
             eventually(lambda: http_get(port, "/healthz")[0] == 503)
             process.send_signal(signal.SIGINT)
-            assert "session robot was closed: the server is shutting down, during this tick" in receive(ws)
+            assert "session robot was closed: the server is shutting down (shutdown), during this tick" in receive(ws)
         assert process.communicate(timeout=10)[0] == "cleaned up after 1 session\n"
         assert process.returncode == 0
 

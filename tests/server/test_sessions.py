@@ -47,7 +47,7 @@ def test_a_connection_s_session_ends_with_it() -> None:
             ask(ws, openpi_observation())
             assert len(policy.live) == 1
         eventually(lambda: not policy.live)
-    assert policy.closed[0][1] == "its connection was closed"
+    assert policy.closed[0][1] == "its connection was closed (connection_closed)"
 
 
 def test_a_session_is_opened_by_its_first_request_only() -> None:

@@ -203,12 +203,14 @@ class Engine:
         store, pool = self.cache.conditioning, self.cache.pool
         with self._condition:
             sessions = list(self.sessions.values())
+        parked = [session.parked for session in sessions if session.parked is not None]
         return Stats(
             dict(self._rows_per_forward),
             store.num_hits,
             store.num_misses,
             len(sessions),
-            sum(session.parked is not None for session in sessions),
+            len(parked),
+            sum(kv.num_bytes for kv in parked),
             sum(session.job is not None for session in sessions),
             pool.num_used,
             pool.num_shared,

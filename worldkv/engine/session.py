@@ -25,6 +25,11 @@ class Session:
     parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
     last_used: float = field(default_factory=time.monotonic)
 
+    @property
+    def num_chunks(self) -> int:
+        """Committed since its window began, here or on the host."""
+        return _num_chunks(self.kv if self.parked is None else self.parked)
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -33,6 +38,14 @@ class Snapshot:
     kv: KVSnapshot
     rollout: Any
     num_blocks_charged: int
+
+    @property
+    def num_chunks(self) -> int:
+        return _num_chunks(self.kv)
+
+
+def _num_chunks(kv: KVState | KVSnapshot | ParkedKV) -> int:
+    return max((branch.num_chunks for branch in kv.branches.values()), default=0)
 
 
 @dataclass(eq=False)

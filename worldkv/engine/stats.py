@@ -15,6 +15,7 @@ class Stats:
     conditioning_misses: int
     num_sessions: int
     num_parked: int
+    bytes_parked: int  # on the host
     num_ticks_in_flight: int
     blocks_used: int
     blocks_shared: int  # held by more than one history

@@ -227,13 +227,13 @@ class PolicySession:
 
     def describe(self) -> dict[str, Any]:
         """What people and programs are shown of a session; plain values."""
-        session = self.engine_session
-        branches = session.kv.branches.values()
+        session, parked = self.engine_session, self.engine_session.parked
         return {
-            "state": "parked" if session.parked is not None else "live",
+            "state": "live" if parked is None else "parked",
             "busy": self._tick is not None,
-            "frames_seen": max((branch.num_chunks for branch in branches), default=0),
+            "frames_seen": session.num_chunks,
             "blocks": session.kv.num_blocks,
+            "bytes_parked": 0 if parked is None else parked.num_bytes,
         }
 
     def remember(self, memory: Memory) -> None:

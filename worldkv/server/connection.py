@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
+from worldkv.server.http import owner_of
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import owned
 from worldkv.wire import (
@@ -83,7 +84,7 @@ class Connection:
 
     def _authorise(self) -> None:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
-        self._owner = self._service.config.owner_of(self._websocket.headers.get("authorization"))
+        self._owner = owner_of(self._websocket, self._service)
         self._service.count_connection(self._owner, self)
 
     async def _next_message(self) -> bytes | str | None:

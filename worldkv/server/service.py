@@ -16,12 +16,14 @@ from worldkv.errors import AdmissionRefused, EngineStopped
 from worldkv.server.config import ServerConfig
 from worldkv.server.metrics import Metrics
 from worldkv.server.sessions import EndReason, SessionTable
+from worldkv.server.snapshots import SnapshotTable
 from worldkv.wire import pack
 
 if TYPE_CHECKING:
     from worldkv.policy.policy import Policy
 
-_THREADS = 4  # for opening, resetting and closing sessions: short work that may wait for a lock
+_LONGEST_SWEEP_PERIOD_S = 5.0
+_THREADS = 8  # for opening, resetting and closing sessions: short work that may wait for a lock
 _HEALTH_TIMEOUT_S = 2.0
 _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
@@ -36,13 +38,14 @@ class PolicyService:
 
     def __init__(self, policy: Policy, config: ServerConfig) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics(policy.engine)
         self.connections: set[asyncio.Task[None]] = set()
         self.warm_up_error: Exception | None = None
         self.policy = policy
         self._connections_of: dict[object, str] = {}  # connection -> its owner
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self.sessions = SessionTable(policy, config, self.metrics, self._threads)
+        self.snapshots = SnapshotTable(policy, config.max_snapshots, self.metrics)
 
     @property
     def greeting(self) -> bytes:
@@ -68,7 +71,7 @@ class PolicyService:
         loop = asyncio.get_running_loop()
         self.closing = loop.create_future()
         self._warm: asyncio.Future[None] = loop.create_future()  # done when warm-up has ended, well or not
-        self._sweeper = loop.create_task(self.sessions.sweep_for_ever())
+        self._sweeper = loop.create_task(self._sweep_for_ever())
         threading.Thread(target=self._warm_up, args=(loop,), name="worldkv-warm-up", daemon=True).start()
 
     async def until_ready(self) -> None:
@@ -102,12 +105,22 @@ class PolicyService:
             self.metrics.ready.set(0)
         await self._connections_end(limit_s)
         await self.sessions.end_all(EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
+        self.snapshots.release_all(_SHUTDOWN_TEXT)
         await self._connections_end(_FAREWELL_S)
 
     async def stop(self) -> None:
         """After `drain`: end what still runs in the background."""
         self._sweeper.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _sweep_for_ever(self) -> None:
+        """End what has not been used for too long."""
+        shortest = min(self.config.session_grace_s, self.config.session_idle_s)
+        period = min(max(shortest / 4, 0.02), _LONGEST_SWEEP_PERIOD_S)
+        while True:
+            await asyncio.sleep(period)
+            await self.sessions.sweep()
+            self.snapshots.release_unused(self.config.session_idle_s)
 
     async def _connections_end(self, limit_s: float) -> None:
         if self.connections:

@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from worldkv.policy.policy import Policy, PolicySession, PolicySnapshot
 
 _REMEMBERED_ENDS = 4096
-_LONGEST_SWEEP_PERIOD_S = 5.0
 
 R = TypeVar("R")
 
@@ -65,6 +65,11 @@ class Entry:
     has_history: bool = False  # since it was opened or reset
     prompt: object = None
     owner: str = ""
+
+    @property
+    def public_id(self) -> str:
+        """What its client calls it."""
+        return self.session_id.removesuffix(f"@{self.owner}") if self.owner else self.session_id
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,8 @@ class SessionTable:
         """Close a session; `text` continues "the session has ended: ". Safe twice."""
         if self._entries.get(entry.session_id) is not entry:
             return
-        self._forget(entry, reason, text)
+        text = f"{text} ({reason.value})"
+        self._forget(entry, text, reason)
         if reason is not EndReason.CONNECTION_CLOSED:
             self._ended[entry.session_id] = _End(text, entry.last_used)
             while len(self._ended) > _REMEMBERED_ENDS:
@@ -152,14 +158,8 @@ class SessionTable:
         for entry in list(self._entries.values()):
             await self.end(entry, reason, text)
 
-    async def sweep_for_ever(self) -> None:
-        shortest = min(self._config.session_grace_s, self._config.session_idle_s)
-        period = min(max(shortest / 4, 0.02), _LONGEST_SWEEP_PERIOD_S)
-        while True:
-            await asyncio.sleep(period)
-            await self._sweep()
-
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
+        """End the sessions that have been left alone for too long."""
         now, grace, idle = self._now(), self._config.session_grace_s, self._config.session_idle_s
         for entry in list(self._entries.values()):
             if entry.uses:
@@ -243,17 +243,13 @@ class SessionTable:
                     retry_after_ms=1000,
                 )
 
-            def make() -> PolicySession:
-                return (
-                    self._policy.open_session(session_id) if source is None else self._policy.fork(source, session_id)
-                )
-
+            make = self._policy.open_session if source is None else partial(self._policy.fork, source)
             try:
-                session = await self._in_thread(make)
+                session = await self._in_thread(make, session_id)
             except AdmissionRefused as refused:
                 if not await self._make_room():
                     raise self._with_retry_time(refused) from refused
-                session = await self._in_thread(make)
+                session = await self._in_thread(make, session_id)
             entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
             self._entries[session_id] = entry
             self._metrics.sessions.set(len(self._entries))
@@ -264,8 +260,8 @@ class SessionTable:
         """Close the sessions that hold a place but no history: opening them again is the same."""
         empty = [entry for entry in self._entries.values() if not entry.has_history and not entry.uses]
         for entry in empty:
-            text = "it had no history and made room for another one"
-            self._forget(entry, EndReason.MADE_ROOM, text)
+            text = f"it had no history and made room for another one ({EndReason.MADE_ROOM.value})"
+            self._forget(entry, text, EndReason.MADE_ROOM)
             await self._close(entry, text)
         return bool(empty)
 
@@ -285,11 +281,11 @@ class SessionTable:
             entry.has_history = False
             await self._in_thread(entry.session.reset)
 
-    def _forget(self, entry: Entry, reason: EndReason, text: str) -> None:
+    def _forget(self, entry: Entry, text: str, reason: EndReason) -> None:
         del self._entries[entry.session_id]
         self._metrics.sessions.set(len(self._entries))
         self._metrics.sessions_ended.labels(reason.value).inc()
-        logger.info("session %s ended (%s): %s", entry.session_id, reason.value, text)
+        logger.info("session %s ended: %s", entry.session_id, text)
 
     async def _close(self, entry: Entry, text: str) -> None:
         try:

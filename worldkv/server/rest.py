@@ -1,0 +1,248 @@
+"""`/v1`: sessions and snapshots over HTTP, for people, planners and dashboards. Ticks stay on the websockets.
+
+The same sessions as the robots': opened here, ticked there, or the other way round. The types below are the API's
+description (`/openapi.json`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.security import APIKeyHeader
+from pydantic import BaseModel, ConfigDict
+
+from worldkv.engine.admission import Capacity
+from worldkv.server.http import owner_of
+from worldkv.server.service import PolicyService
+from worldkv.server.sessions import EndReason, Entry, owned
+from worldkv.server.snapshots import HeldSnapshot
+from worldkv.wire import normalise_session_id
+
+API_VERSION = "1"
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenBody(Body):
+    """`session_id` left out: the server chooses one."""
+
+    session_id: str | None = None
+
+
+class ForkBody(Body):
+    """`session_id`: the new session's. `snapshot_id`: fork that snapshot instead of the session as it is now."""
+
+    session_id: str | None = None
+    snapshot_id: str | None = None
+
+
+class RestoreBody(Body):
+    snapshot_id: str
+
+
+class SessionState(BaseModel):
+    """`frames_seen`: latent frames since its window began. `blocks`: of history, those shared with others included."""
+
+    session_id: str
+    state: Literal["live", "parked"]
+    busy: bool
+    frames_seen: int
+    blocks: int
+    bytes_parked: int
+    named: bool
+    connections: int
+    idle_s: float
+
+
+class SnapshotState(BaseModel):
+    snapshot_id: str
+    session_id: str
+    frames_seen: int
+    blocks_charged: int
+
+
+class Sessions(BaseModel):
+    sessions: list[SessionState]
+
+
+class Snapshots(BaseModel):
+    snapshots: list[SnapshotState]
+
+
+class Ended(BaseModel):
+    ended: str
+
+
+class Books(BaseModel):
+    """The engine's blocks, see `explanation`."""
+
+    bytes_per_block: int
+    num_blocks: int
+    num_used: int
+    num_charged: int
+    blocks_per_session: int
+    blocks_per_branch: int
+    blocks_of_conditioning: int
+    blocks_shared: int
+    num_sessions: int
+    num_more_sessions: int
+    explanation: str
+
+
+class Failure(BaseModel):
+    """`error_id` finds the reason in the server's log."""
+
+    code: str
+    message: str
+    error_id: str
+    retry_after_ms: int | None = None
+
+
+_KEY = APIKeyHeader(name="Authorization", description="`Api-Key <key>`, where the server has keys", auto_error=False)
+
+
+async def _service(request: Request) -> PolicyService:
+    service: PolicyService = request.app.state.service
+    return service
+
+
+Service = Annotated[PolicyService, Depends(_service)]
+
+
+async def _owner(request: Request, service: Service, _: Annotated[str | None, Depends(_KEY)]) -> str:
+    return owner_of(request, service)
+
+
+Owner = Annotated[str, Depends(_owner)]
+
+
+async def _ready_service(_: Owner, service: Service) -> PolicyService:
+    await service.until_ready()
+    return service
+
+
+async def _entry(session_id: str, owner: Owner, service: Service) -> Entry:
+    return service.sessions.get(owned(normalise_session_id(session_id), owner))
+
+
+ReadyService = Annotated[PolicyService, Depends(_ready_service)]
+OfSession = Annotated[Entry, Depends(_entry)]
+
+_FAILURES: dict[int | str, dict[str, Any]] = {
+    status: {"model": Failure} for status in (400, 401, 404, 409, 413, 429, 500, 503)
+}
+router = APIRouter(prefix="/v1", responses=_FAILURES)
+# Ids may hold slashes, so a path's end is told apart first.
+
+
+@router.get("/sessions")
+async def list_sessions(owner: Owner, service: Service) -> Sessions:
+    """This key's open sessions, in the order in which they were opened."""
+    return Sessions(sessions=[_state(entry) for entry in service.sessions.of(owner)])
+
+
+@router.post("/sessions", status_code=201)
+async def open_session(owner: Owner, service: ReadyService, body: OpenBody | None = None) -> SessionState:
+    """Open an empty session; robots tick it by its id."""
+    return _state(await service.sessions.open(_new_id(body, owner), owner))
+
+
+@router.post("/sessions/{session_id:path}/reset")
+async def reset_session(entry: OfSession, service: ReadyService) -> SessionState:
+    """Drop the history; a tick in flight ends with session_ended."""
+    await service.sessions.reset(entry.session_id)
+    return _state(entry)
+
+
+@router.post("/sessions/{session_id:path}/park")
+async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
+    """Move the K/V to host memory until the next tick."""
+    await service.sessions.run(entry, entry.session.park)
+    return _state(entry)
+
+
+@router.post("/sessions/{session_id:path}/snapshot", status_code=201)
+async def snapshot_session(entry: OfSession, service: ReadyService) -> SnapshotState:
+    """Freeze the session between two ticks."""
+    service.snapshots.require_room(entry.owner)
+    snapshot = await service.sessions.run(entry, entry.session.snapshot)
+    return _snapshot_state(service.snapshots.add(entry.owner, entry.public_id, snapshot))
+
+
+@router.post("/sessions/{session_id:path}/restore")
+async def restore_session(entry: OfSession, service: ReadyService, body: RestoreBody) -> SessionState:
+    """Go back, or over, to a snapshot of this or another session."""
+    held = service.snapshots.get(body.snapshot_id, entry.owner)
+    await service.sessions.run(entry, entry.session.restore, held.policy_snapshot)
+    entry.has_history = True
+    return _state(entry)
+
+
+@router.post("/sessions/{session_id:path}/fork", status_code=201)
+async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody | None = None) -> SessionState:
+    """A new session that goes on from here, or from a snapshot."""
+    snapshot_id = body.snapshot_id if body is not None else None
+    held = None if snapshot_id is None else service.snapshots.get(snapshot_id, entry.owner)
+    source = entry.session if held is None else held.policy_snapshot
+    return _state(await service.sessions.open(_new_id(body, entry.owner), entry.owner, source))
+
+
+@router.get("/sessions/{session_id:path}")
+async def read_session(entry: OfSession) -> SessionState:
+    return _state(entry)
+
+
+@router.delete("/sessions/{session_id:path}")
+async def delete_session(entry: OfSession, service: Service) -> Ended:
+    """Close the session; its next request, if any, is told once."""
+    await service.sessions.end(entry, EndReason.DELETED, "it was deleted")
+    return Ended(ended=EndReason.DELETED.value)
+
+
+@router.get("/snapshots")
+async def list_snapshots(owner: Owner, service: Service) -> Snapshots:
+    """This key's snapshots, the oldest first."""
+    return Snapshots(snapshots=[_snapshot_state(held) for held in service.snapshots.of(owner)])
+
+
+@router.delete("/snapshots/{snapshot_id}")
+async def release_snapshot(snapshot_id: str, owner: Owner, service: Service) -> Ended:
+    service.snapshots.release(service.snapshots.get(snapshot_id, owner), "its client said so")
+    return Ended(ended="released")
+
+
+@router.get("/capacity")
+async def read_capacity(_: Owner, service: Service) -> Books:
+    """What a session costs, and how many more fit."""
+    capacity: Capacity = service.policy.engine.capacity()
+    return Books(**dataclasses.asdict(capacity), explanation=capacity.explain())
+
+
+def _new_id(body: OpenBody | ForkBody | None, owner: str) -> str:
+    given = body.session_id if body is not None else None
+    return owned(uuid.uuid4().hex if given is None else normalise_session_id(given), owner)
+
+
+def _state(entry: Entry) -> SessionState:
+    return SessionState(
+        session_id=entry.public_id,
+        named=entry.named,
+        connections=len(entry.connections),
+        idle_s=round(asyncio.get_running_loop().time() - entry.last_used, 3),
+        **entry.session.describe(),
+    )
+
+
+def _snapshot_state(held: HeldSnapshot) -> SnapshotState:
+    return SnapshotState(
+        snapshot_id=held.snapshot_id,
+        session_id=held.session_id,
+        frames_seen=held.policy_snapshot.engine_snapshot.num_chunks,
+        blocks_charged=held.policy_snapshot.engine_snapshot.num_blocks_charged,
+    )

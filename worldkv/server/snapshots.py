@@ -1,0 +1,87 @@
+"""Which snapshots clients hold. Each belongs to the key that took it, and ends when nobody uses it.
+
+A snapshot outlives its session. Lives on the event loop; what may wait runs on the threads it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from worldkv.errors import AdmissionRefused, SnapshotNotFound
+from worldkv.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from worldkv.policy.policy import Policy, PolicySnapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class HeldSnapshot:
+    snapshot_id: str
+    owner: str
+    session_id: str  # of the session it was taken of, as its client calls it
+    policy_snapshot: PolicySnapshot
+    last_used: float = field(default_factory=time.monotonic)
+
+
+class SnapshotTable:
+    """All snapshots of one app. One key may hold `limit` of them."""
+
+    def __init__(self, policy: Policy, limit: int, metrics: Metrics) -> None:
+        self._policy = policy
+        self._metrics = metrics
+        self._limit = limit
+        self._held: dict[str, HeldSnapshot] = {}
+
+    def require_room(self, owner: str) -> None:
+        """Raises AdmissionRefused where one more would be too many."""
+        if len(self.of(owner)) >= self._limit:
+            raise AdmissionRefused(
+                f"{self._limit} snapshots are held, the most that one client may have; release one", retry_after_ms=1000
+            )
+
+    def add(self, owner: str, session_id: str, snapshot: PolicySnapshot) -> HeldSnapshot:
+        """Keep a snapshot that was just taken; released again, with AdmissionRefused, if others were faster."""
+        try:
+            self.require_room(owner)
+        except AdmissionRefused:
+            self._policy.release(snapshot)
+            raise
+        held = HeldSnapshot(uuid.uuid4().hex, owner, session_id, snapshot)
+        self._held[held.snapshot_id] = held
+        self._metrics.snapshots.set(len(self._held))
+        return held
+
+    def get(self, snapshot_id: str, owner: str) -> HeldSnapshot:
+        """Raises SnapshotNotFound, for another key's as for one that never was."""
+        held = self._held.get(snapshot_id)
+        if held is None or held.owner != owner:
+            raise SnapshotNotFound(f"snapshot {snapshot_id} is not known here; it was released or never taken")
+        held.last_used = time.monotonic()
+        return held
+
+    def of(self, owner: str) -> list[HeldSnapshot]:
+        """All of one key's, the oldest first."""
+        return [held for held in self._held.values() if held.owner == owner]
+
+    def release(self, held: HeldSnapshot, why: str) -> None:
+        """Safe twice."""
+        if self._held.pop(held.snapshot_id, None) is not None:
+            self._metrics.snapshots.set(len(self._held))
+            self._policy.release(held.policy_snapshot)
+            logger.info("snapshot %s of session %s released: %s", held.snapshot_id, held.session_id, why)
+
+    def release_unused(self, seconds: float) -> None:
+        """Those that were not asked for in that time."""
+        since = time.monotonic() - seconds
+        for held in [held for held in self._held.values() if held.last_used < since]:
+            self.release(held, f"not used for {seconds:g} s")
+
+    def release_all(self, why: str) -> None:
+        for held in list(self._held.values()):
+            self.release(held, why)
