@@ -78,7 +78,8 @@ def in_our_words(error: Exception) -> Exception:
     if isinstance(error, _BodyTooLarge):
         return MessageTooLarge(f"body: expected at most {MAX_BODY_BYTES} bytes, got more")
     if isinstance(error, HTTPException):
-        return NotFound(str(error.detail)) if error.status_code in (404, 405) else BadRequest(str(error.detail))
+        unknown = error.status_code in (404, 405)
+        return NotFound("no such operation; /openapi.json lists all") if unknown else BadRequest(str(error.detail))
     return error
 
 
