@@ -91,6 +91,11 @@ class FakePolicy:
         if warm:
             self.may_warm_up.set()
 
+    def read(self, observation: Mapping[str, Any]) -> Future[Mapping[str, Any]]:
+        future: Future[Mapping[str, Any]] = Future()
+        future.set_result(observation)
+        return future
+
     def open_session(self, session_id: str | None = None) -> FakePolicySession:
         assert session_id not in self.live, "opened twice"
         if len(self.live) >= self.capacity:

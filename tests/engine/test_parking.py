@@ -119,3 +119,15 @@ def test_forking_in_a_full_house_parks_others_but_not_the_source() -> None:
     assert source.parked is None
     assert ticks(engine, fork, 2, 1)[0].restart_reason is None
     engine.shutdown()
+
+
+def test_a_snapshot_has_idle_sessions_parked_where_it_finds_no_room() -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    first, second = engine.open_session(), engine.open_session()
+    for session in (first, second):
+        engine.submit(session, make_inputs(engine, 0, 1)).result()
+    snapshot = engine.snapshot(second)
+    assert first.parked is not None
+    assert second.parked is None
+    engine.release(snapshot)
+    engine.shutdown()

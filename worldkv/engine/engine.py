@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,6 @@ from worldkv.kv.parking import park, resume
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
 logger = logging.getLogger(__name__)
-_CLOSE_WAIT_S = 10.0  # how long opening waits for sessions that are just being closed
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class Engine:
         self.sessions: dict[str, Session] = {}
         self._snapshots: set[Snapshot] = set()
         self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
-        self._num_closing = 0
         self._rows_per_forward: Counter[int] = Counter()
         self._worker = Worker(self, Scheduler(self.config.max_rows, self.config.max_tokens), self.config.stuck_after_s)
         self._condition = self._worker.condition
@@ -82,23 +80,26 @@ class Engine:
     # sessions, from any thread
 
     def open_session(self, session_id: str | None = None) -> Session:
-        """A new, empty session. Raises AdmissionRefused, before any work, when its worst case does not fit."""
+        """A new, empty session. Raises AdmissionRefused, before any work, when its worst case does not fit.
+
+        Where others have to be parked or closed first, it waits for the forward under way.
+        """
+        self._worker.require_running()
+        admit = partial(self._admit, session_id)
         with self._condition:
-            session = self._admit(session_id)
-            session.kv, session.rollout = self.cache.create_state(), self.model.new_rollout()
-            self.sessions[session.session_id] = session
-            return session
+            if self.admission.has_room():
+                return admit()
+        return self._worker.wait(self._worker.errand(admit))
 
     def submit(self, session: Session, inputs: Any, deadline: float | None = None) -> Future[Any]:
         """Start a tick; the future brings a TickResult, or the error after which the session is as it was before.
 
         `deadline`, in seconds of time.perf_counter, moves the tick ahead of those with later ones. A parked session
-        comes back first; raises AdmissionRefused where there is no room for it.
+        comes back first; the future brings AdmissionRefused where there is no room for it.
         """
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
-            self._charge_if_parked(session)
             job = Job(session, inputs, deadline=deadline)
             job.future.set_running_or_notify_cancel()
             session.job = job
@@ -120,7 +121,6 @@ class Engine:
             session.closed_for = reason
             self.sessions.pop(session.session_id, None)
             self._cancel(session, f"was closed: {reason}")
-            self._num_closing += 1
             self._worker.errand(lambda: self._do_close(session))
         logger.info("session %s closed: %s", session.session_id, reason)
 
@@ -134,7 +134,6 @@ class Engine:
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
-            self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_snapshot(session))
         return self._worker.wait(done)
 
@@ -143,7 +142,6 @@ class Engine:
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
-            self._charge_if_parked(session)
             done = self._worker.errand(lambda: self._do_restore(session, snapshot))
         self._worker.wait(done)
 
@@ -153,20 +151,11 @@ class Engine:
         It is charged like any other, since it may come to need a full window of its own.
         """
         with self._condition:
-            parent = source if isinstance(source, Session) else None
-            if parent is not None:
-                self._require_free(parent)
-                self._charge_if_parked(parent)
-            session = self._admit(session_id, keep=parent)
-            session.kv = self.cache.create_state()
-            self.sessions[session.session_id] = session
-            done = self._worker.errand(lambda: self._do_fork(session, source))
-        try:
-            self._worker.wait(done)
-        except BaseException:
-            self.close(session, "its fork failed")
-            raise
-        return session
+            self._worker.require_running()
+            if isinstance(source, Session):
+                self._require_free(source)
+            done = self._worker.errand(lambda: self._do_fork(source, session_id))
+        return self._worker.wait(done)
 
     def release(self, snapshot: Snapshot) -> None:
         """Give a snapshot's references back; safe twice. Returns at once."""
@@ -227,31 +216,6 @@ class Engine:
             snapshot.kv.release()
         self.sessions.clear()
         self._snapshots.clear()
-
-    def _admit(self, session_id: str | None, keep: Session | None = None) -> Session:
-        self._worker.require_running()
-        session_id = session_id or uuid.uuid4().hex
-        if session_id in self.sessions:
-            raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
-        return Session(session_id, self._charge_session(keep))
-
-    def _charge_if_parked(self, session: Session) -> None:
-        """Charge a session whose blocks were given up, before work that brings it back. The condition is held."""
-        if not session.num_blocks_charged:
-            session.num_blocks_charged = self._charge_session(keep=session)
-
-    def _charge_session(self, keep: Session | None = None) -> int:
-        """Charge a session that comes; what is being closed, then what idles, makes room. The condition is held."""
-        self._condition.wait_for(lambda: self.admission.has_room() or not self._num_closing, _CLOSE_WAIT_S)
-        while self.config.park_when_full and not self.admission.has_room():
-            idle = [s for s in self.sessions.values() if s.job is None and s.num_blocks_charged and s is not keep]
-            if not idle:
-                break
-            longest = min(idle, key=lambda session: session.last_used)
-            parked = self._worker.errand(partial(self._do_park, longest))
-            if not self._condition.wait_for(parked.done, _CLOSE_WAIT_S) or not parked.result():
-                break
-        return self.admission.charge_session()
 
     def _require_open(self, session: Session) -> None:
         if session.closed_for is not None:
@@ -333,10 +297,36 @@ class Engine:
                 logger.info("session %s parked: %d bytes", session.session_id, session.parked.num_bytes)
             self.admission.refund(session.num_blocks_charged)
             session.num_blocks_charged = 0
-            self._condition.notify_all()
         return True
 
+    def _admit(self, session_id: str | None, keep: Session | None = None) -> Session:
+        """Off the worker's thread only where there is room: nothing may be parked then."""
+        with self._condition:
+            session_id = session_id or uuid.uuid4().hex
+            if session_id in self.sessions:
+                raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+            session = Session(session_id)
+            self._charge(session, keep)
+            session.kv, session.rollout = self.cache.create_state(), self.model.new_rollout()
+            self.sessions[session_id] = session
+            return session
+
+    def _charge(self, session: Session, keep: Session | None = None) -> None:
+        """Promise a session its blocks, unless it has that promise; what idles makes room, but `keep`."""
+        with self._condition:
+            if not session.num_blocks_charged:
+                self._park_others(self.admission.blocks_per_session, {session, keep})
+                session.num_blocks_charged = self.admission.charge_session()
+
+    def _park_others(self, num_blocks: int, keep: Collection[Session | None]) -> None:
+        """Park what has idled longest until so many blocks can be promised."""
+        while self.config.park_when_full and num_blocks > self.admission.num_free:
+            idle = [s for s in self.sessions.values() if s.job is None and s.num_blocks_charged and s not in keep]
+            if not idle or not self._do_park(min(idle, key=lambda session: session.last_used)):
+                return
+
     def _bring_back(self, session: Session) -> None:
+        self._charge(session)
         if session.parked is not None:
             resume(self.cache, session.kv, session.parked)
             session.parked = None
@@ -350,15 +340,14 @@ class Engine:
         session.parked = None
         session.kv.close()
         with self._condition:
-            self._num_closing -= 1
             self.admission.refund(session.num_blocks_charged)
-            self._condition.notify_all()
 
     def _do_snapshot(self, session: Session) -> Snapshot:
         self._bring_back(session)
         kv = session.kv.snapshot()
         try:
             with self._condition:
+                self._park_others(kv.num_blocks, {session})
                 charge = self.admission.charge(kv.num_blocks, "a snapshot")
         except BaseException:
             kv.release()
@@ -369,19 +358,28 @@ class Engine:
 
     def _do_restore(self, session: Session, snapshot: Snapshot) -> None:
         self._require_valid(snapshot)
+        self._charge(session)
         session.parked = None
         session.kv.restore(snapshot.kv)
         session.rollout = snapshot.rollout
 
-    def _do_fork(self, session: Session, source: Session | Snapshot) -> None:
-        if isinstance(source, Snapshot):
-            self._do_restore(session, source)
-            return
-        self._bring_back(source)
-        frozen = source.kv.snapshot()
-        session.kv.restore(frozen)
-        session.rollout = source.rollout
-        frozen.release()
+    def _do_fork(self, source: Session | Snapshot, session_id: str | None) -> Session:
+        parent = source if isinstance(source, Session) else None
+        if parent is not None:
+            self._bring_back(parent)
+        session = self._admit(session_id, keep=parent)
+        try:
+            if isinstance(source, Snapshot):
+                self._do_restore(session, source)
+            else:
+                frozen = source.kv.snapshot()
+                session.kv.restore(frozen)
+                session.rollout = source.rollout
+                frozen.release()
+        except BaseException:
+            self.close(session, "its fork failed")
+            raise
+        return session
 
     def _do_release(self, snapshot: Snapshot) -> None:
         if snapshot.kv.is_released:
@@ -390,7 +388,6 @@ class Engine:
         self._snapshots.discard(snapshot)
         with self._condition:
             self.admission.refund(snapshot.num_blocks_charged)
-            self._condition.notify_all()
 
     def _require_valid(self, snapshot: Snapshot) -> None:
         if snapshot.kv.is_released:

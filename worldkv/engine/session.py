@@ -17,7 +17,7 @@ class Session:
     """State of one episode. Its K/V and rollout are touched by the engine's thread only."""
 
     session_id: str
-    num_blocks_charged: int
+    num_blocks_charged: int = 0
     kv: KVState = field(init=False)
     rollout: Any = None
     closed_for: str | None = None

@@ -24,6 +24,7 @@ import numpy as np
 from worldkv.errors import EngineStopped, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.models.tick_io import TickResult
 from worldkv.policy.embodiment import Embodiment
+from worldkv.policy.observation import Observation
 from worldkv.policy.preparation import FRAMES_PER_TICK, Memory, Preparation, Prepared, Tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ class Policy:
             "needs_session_id": True,
             "action_space": "joint_position",
         }
+
+    def read(self, observation: Mapping[str, Any]) -> Future[Observation]:
+        """Check what a robot sent, before any session is touched for it; `infer` takes the result as well.
+
+        The future brings BadRequest. Raises EngineStopped after `close`.
+        """
+        try:
+            return self._pool.submit(self._preparation.read, observation)
+        except RuntimeError:  # the pool's way to say that it is shut down
+            raise EngineStopped("the policy is closed") from None
 
     def open_session(self, session_id: str | None = None) -> PolicySession:
         """A new session with an empty history. Raises AdmissionRefused if there is no room for it."""
@@ -134,7 +145,7 @@ class PolicySnapshot:
 class _Tick:
     """One call of `infer`: its session's `_tick` until it is settled, by its own outcome or by a reset."""
 
-    observation: Mapping[str, Any]
+    observation: Observation | Mapping[str, Any]
     future: Future[PolicyReply] = field(default_factory=Future)
     started: float = field(default_factory=time.perf_counter)
 
@@ -171,14 +182,15 @@ class PolicySession:
         self._tick: _Tick | None = None
         self._closed_for: str | None = None
 
-    def infer(self, observation: Mapping[str, Any]) -> Future[PolicyReply]:
+    def infer(self, observation: Observation | Mapping[str, Any]) -> Future[PolicyReply]:
         """Start a tick and return at once. The arrays of `observation` must not change until it is done.
 
-        `observation`: RoboArena's names; images uint8 [H, W, 3] or [T, H, W, 3], joints [7] in radians, the
-        gripper [1] in 0..1, `prompt`. Raises SessionBusy, SessionNotFound after `close`, EngineStopped. The
-        rest arrives in the future: BadRequest, SessionEnded (reset or closed meanwhile), the engine's errors.
+        `observation`: what `Policy.read` made, or RoboArena's names: images uint8 [H, W, 3] or [T, H, W, 3],
+        joints [7] in radians, the gripper [1] in 0..1, `prompt`. Raises SessionBusy, SessionNotFound after `close`,
+        EngineStopped. The rest arrives in the future: BadRequest, SessionEnded (reset or closed meanwhile), the
+        engine's errors.
         """
-        tick = _Tick(dict(observation))
+        tick = _Tick(observation if isinstance(observation, Observation) else dict(observation))
         tick.future.set_running_or_notify_cancel()  # a caller cannot cancel; reset and close do
         with self._lock:
             self._require_open()
@@ -278,7 +290,10 @@ class PolicySession:
     def _prepare(self, tick: _Tick, memory: Memory) -> None:
         """Policy thread: observation to inputs, then over to the engine."""
         try:
-            prepared = self._preparation.prepare(tick.observation, memory)
+            read = tick.observation
+            if not isinstance(read, Observation):
+                read = self._preparation.read(read)
+            prepared = self._preparation.prepare(read, memory)
             with self._lock:
                 if self._tick is not tick:  # reset or closed meanwhile
                     return

@@ -85,9 +85,11 @@ class Preparation:
         self._tokenizer = tokenizer
         self._tokenizer_lock = threading.Lock()
 
-    def prepare(self, raw: Mapping[str, Any], memory: Memory) -> Prepared:
+    def read(self, raw: Mapping[str, Any]) -> Observation:
         """`raw`: RoboArena's field names. Raises BadRequest."""
-        observation = read_observation(raw, self.embodiment, FRAMES_PER_TICK)
+        return read_observation(raw, self.embodiment, FRAMES_PER_TICK)
+
+    def prepare(self, observation: Observation, memory: Memory) -> Prepared:
         warnings = dict(observation.warnings)
         if memory.views and observation.num_frames == 1:
             warnings["one frame"] = (

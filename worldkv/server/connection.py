@@ -141,11 +141,12 @@ class Connection:
         await self._service.until_ready()
         if self._gone:  # while it waited
             raise WebSocketDisconnect(1005)
+        observation = await asyncio.wrap_future(self._service.policy.read(request.observation))
         self._current_id = self._session_key(request.session_id) or self._private_id
         async with self._service.sessions.use(self._current_id, self, request, self._owner) as entry:
             if self._gone:  # while it was being opened
                 raise WebSocketDisconnect(1005)
-            future = asyncio.wrap_future(entry.session.infer(request.observation))
+            future = asyncio.wrap_future(entry.session.infer(observation))
             entry.has_history = True
             try:
                 reply = await future

@@ -89,6 +89,7 @@ class SessionTable:
         self._entries: dict[str, Entry] = {}
         self._ended: OrderedDict[str, _End] = OrderedDict()
         self._lock = asyncio.Lock()  # one opening or closing at a time, in the order they were asked for
+        self._leaving: dict[str, Entry] = {}  # ended, but perhaps not closed yet
         self._closed = False
 
     @asynccontextmanager
@@ -149,8 +150,11 @@ class SessionTable:
             self._ended[entry.session_id] = _End(text, entry.last_used)
             while len(self._ended) > _REMEMBERED_ENDS:
                 self._ended.popitem(last=False)
+        self._leaving[entry.session_id] = entry
         async with self._lock:
             await self._close(entry, text)
+            if self._leaving.get(entry.session_id) is entry:
+                del self._leaving[entry.session_id]
 
     async def end_all(self, reason: EndReason, text: str) -> None:
         """End every session and open no other one."""
@@ -237,6 +241,8 @@ class SessionTable:
                 return entry
             if self._closed:
                 raise EngineStopped("the server is shutting down")
+            if session_id in self._leaving:  # its end waits for this very lock
+                await self._close(self._leaving.pop(session_id), "another session takes its id")
             if len(self.of(owner)) >= self._config.max_sessions:
                 raise AdmissionRefused(
                     f"{self._config.max_sessions} sessions are open, the most that one client may have; close one",
