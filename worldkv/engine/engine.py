@@ -11,20 +11,20 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from worldkv.engine.admission import Admission, Capacity
+from worldkv.engine.residency import Residency
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Job, Session, Snapshot
 from worldkv.engine.stats import Stats
 from worldkv.engine.worker import Worker
 from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.kv.cache import KVCache
-from worldkv.kv.parking import park, resume
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Engine:
         self._rows_per_forward: Counter[int] = Counter()
         self._worker = Worker(self, Scheduler(self.config.max_rows, self.config.max_tokens), self.config.stuck_after_s)
         self._condition = self._worker.condition
+        self._residency = Residency(cache, self.admission, self.sessions, self._condition, self.config.park_when_full)
 
     # sessions, from any thread
 
@@ -87,7 +88,7 @@ class Engine:
         self._worker.require_running()
         admit = partial(self._admit, session_id)
         with self._condition:
-            if self.admission.has_room():
+            if self._residency.has_room():
                 return admit()
         return self._worker.wait(self._worker.errand(admit))
 
@@ -95,7 +96,8 @@ class Engine:
         """Start a tick; the future brings a TickResult, or the error after which the session is as it was before.
 
         `deadline`, in seconds of time.perf_counter, moves the tick ahead of those with later ones. A parked session
-        comes back first; the future brings AdmissionRefused where there is no room for it.
+        comes back first, as soon as ticks that came earlier leave room; the future brings AdmissionRefused where
+        none of them will.
         """
         with self._condition:
             self._worker.require_running()
@@ -166,7 +168,7 @@ class Engine:
         with self._condition:
             self._worker.require_running()
             self._require_free(session)
-            done = self._worker.errand(lambda: self._do_park(session))
+            done = self._worker.errand(lambda: self._residency.park(session))
         self._worker.wait(done)
 
     # the whole
@@ -258,9 +260,10 @@ class Engine:
             return error
         return outputs
 
-    def begin(self, job: Job) -> Generator[Any, Any, Any]:
+    def begin(self, job: Job) -> Generator[Any, Any, Any] | None:
         session = job.session
-        self._bring_back(session)
+        if not self._residency.bring_back_for(job):
+            return None
         job.rollback = session.kv.snapshot()
         program: Generator[Any, Any, Any] = self.model.tick(self.cache, session.kv, session.rollout, job.inputs)
         return program
@@ -285,19 +288,7 @@ class Engine:
         limit = time.monotonic() - self.config.park_after_s
         for session in list(self.sessions.values()):
             if session.last_used < limit:
-                self._do_park(session)
-
-    def _do_park(self, session: Session) -> bool:
-        """Whether the session is parked now; a tick that came meanwhile keeps it here."""
-        with self._condition:
-            if session.job is not None or session.closed_for is not None:
-                return False
-            if session.parked is None:
-                session.parked = park(self.cache, session.kv)
-                logger.info("session %s parked: %d bytes", session.session_id, session.parked.num_bytes)
-            self.admission.refund(session.num_blocks_charged)
-            session.num_blocks_charged = 0
-        return True
+                self._residency.park(session)
 
     def _admit(self, session_id: str | None, keep: Session | None = None) -> Session:
         """Off the worker's thread only where there is room: nothing may be parked then."""
@@ -306,30 +297,10 @@ class Engine:
             if session_id in self.sessions:
                 raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
             session = Session(session_id)
-            self._charge(session, keep)
+            self._residency.admit(session, keep)
             session.kv, session.rollout = self.cache.create_state(), self.model.new_rollout()
             self.sessions[session_id] = session
             return session
-
-    def _charge(self, session: Session, keep: Session | None = None) -> None:
-        """Promise a session its blocks, unless it has that promise; what idles makes room, but `keep`."""
-        with self._condition:
-            if not session.num_blocks_charged:
-                self._park_others(self.admission.blocks_per_session, {session, keep})
-                session.num_blocks_charged = self.admission.charge_session()
-
-    def _park_others(self, num_blocks: int, keep: Collection[Session | None]) -> None:
-        """Park what has idled longest until so many blocks can be promised."""
-        while self.config.park_when_full and num_blocks > self.admission.num_free:
-            idle = [s for s in self.sessions.values() if s.job is None and s.num_blocks_charged and s not in keep]
-            if not idle or not self._do_park(min(idle, key=lambda session: session.last_used)):
-                return
-
-    def _bring_back(self, session: Session) -> None:
-        self._charge(session)
-        if session.parked is not None:
-            resume(self.cache, session.kv, session.parked)
-            session.parked = None
 
     def _do_reset(self, session: Session) -> None:
         session.parked = None
@@ -343,11 +314,11 @@ class Engine:
             self.admission.refund(session.num_blocks_charged)
 
     def _do_snapshot(self, session: Session) -> Snapshot:
-        self._bring_back(session)
+        self._residency.bring_back(session)
         kv = session.kv.snapshot()
         try:
             with self._condition:
-                self._park_others(kv.num_blocks, {session})
+                self._residency.park_others(kv.num_blocks, {session})
                 charge = self.admission.charge(kv.num_blocks, "a snapshot")
         except BaseException:
             kv.release()
@@ -358,7 +329,7 @@ class Engine:
 
     def _do_restore(self, session: Session, snapshot: Snapshot) -> None:
         self._require_valid(snapshot)
-        self._charge(session)
+        self._residency.charge(session)
         session.parked = None
         session.kv.restore(snapshot.kv)
         session.rollout = snapshot.rollout
@@ -366,7 +337,7 @@ class Engine:
     def _do_fork(self, source: Session | Snapshot, session_id: str | None) -> Session:
         parent = source if isinstance(source, Session) else None
         if parent is not None:
-            self._bring_back(parent)
+            self._residency.bring_back(parent)
         session = self._admit(session_id, keep=parent)
         try:
             if isinstance(source, Snapshot):

@@ -25,6 +25,10 @@ class Session:
     parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
     last_used: float = field(default_factory=time.monotonic)
 
+    def idles(self, since: float) -> bool:
+        """No tick of it runs, nor waits to begin from before `since`, in seconds of time.perf_counter."""
+        return self.job is None or (self.job.program is None and self.job.submitted > since)
+
     @property
     def num_chunks(self) -> int:
         """Committed since its window began, here or on the host."""

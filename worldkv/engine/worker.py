@@ -35,8 +35,8 @@ class Host(Protocol):
         """
         ...
 
-    def begin(self, job: Job) -> Generator[Any, Any, Any]:
-        """Take the rollback point of a tick and return its program."""
+    def begin(self, job: Job) -> Generator[Any, Any, Any] | None:
+        """Take the rollback point of a tick and return its program; None: not before another tick has ended."""
         ...
 
     def between_batches(self) -> None:
@@ -157,19 +157,20 @@ class Worker:
         for job in jobs:
             if job.program is None and not job.future.done():  # after the errands: one may concern its session
                 self._start(job)
-        batch = self._scheduler.next_batch([job for job in jobs if not job.future.done()])
+        batch = self._scheduler.next_batch([job for job in jobs if job.request is not None and not job.future.done()])
         if batch:
             self._run_batch(batch)
         self._host.between_batches()
         return True
 
     def _start(self, job: Job) -> None:
-        job.started = time.perf_counter()
+        started = time.perf_counter()
         try:
             job.program = self._host.begin(job)
         except Exception as error:
             self._finish(job, error=error)
-        else:
+        if job.program is not None:
+            job.started = started
             self._advance(job, partial(_send, result=None))
 
     def _advance(self, job: Job, resume: Callable[[Any], Any]) -> None:

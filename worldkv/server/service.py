@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from worldkv.policy.policy import Policy
 
 _LONGEST_SWEEP_PERIOD_S = 5.0
-_THREADS = 8  # for opening, resetting and closing sessions: short work that may wait for a lock
+_THREADS = 32  # for opening, resetting and closing sessions: short work that may wait for the forward under way
 _HEALTH_TIMEOUT_S = 2.0
 _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"

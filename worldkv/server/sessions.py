@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
 from worldkv.server.config import ServerConfig
@@ -88,7 +89,8 @@ class SessionTable:
         self._threads = threads
         self._entries: dict[str, Entry] = {}
         self._ended: OrderedDict[str, _End] = OrderedDict()
-        self._lock = asyncio.Lock()  # one opening or closing at a time, in the order they were asked for
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one opening of an id at a time
+        self._num_opening: Counter[str] = Counter()  # by owner
         self._leaving: dict[str, Entry] = {}  # ended, but perhaps not closed yet
         self._closed = False
 
@@ -145,16 +147,16 @@ class SessionTable:
         if self._entries.get(entry.session_id) is not entry:
             return
         text = f"{text} ({reason.value})"
-        self._forget(entry, text, reason)
-        if reason is not EndReason.CONNECTION_CLOSED:
+        if reason not in (EndReason.CONNECTION_CLOSED, EndReason.MADE_ROOM):
             self._ended[entry.session_id] = _End(text, entry.last_used)
             while len(self._ended) > _REMEMBERED_ENDS:
                 self._ended.popitem(last=False)
+        del self._entries[entry.session_id]
         self._leaving[entry.session_id] = entry
-        async with self._lock:
-            await self._close(entry, text)
-            if self._leaving.get(entry.session_id) is entry:
-                del self._leaving[entry.session_id]
+        self._metrics.sessions.set(len(self._entries))
+        self._metrics.sessions_ended.labels(reason.value).inc()
+        logger.info("session %s ended: %s", entry.session_id, text)
+        await self._close(entry, text)
 
     async def end_all(self, reason: EndReason, text: str) -> None:
         """End every session and open no other one."""
@@ -235,40 +237,48 @@ class SessionTable:
     async def _open(
         self, session_id: str, *, named: bool, owner: str, source: PolicySession | PolicySnapshot | None = None
     ) -> Entry:
-        async with self._lock:
+        async with self._opening.setdefault(session_id, asyncio.Lock()):
             entry = self._entries.get(session_id)
             if entry is not None:  # another socket was first
                 return entry
-            if self._closed:
-                raise EngineStopped("the server is shutting down")
-            if session_id in self._leaving:  # its end waits for this very lock
-                await self._close(self._leaving.pop(session_id), "another session takes its id")
-            if len(self.of(owner)) >= self._config.max_sessions:
+            if session_id in self._leaving:
+                await self._close(self._leaving[session_id], "another session takes its id")
+            if len(self.of(owner)) + self._num_opening[owner] >= self._config.max_sessions:
                 raise AdmissionRefused(
                     f"{self._config.max_sessions} sessions are open, the most that one client may have; close one",
                     retry_after_ms=1000,
                 )
-
-            make = self._policy.open_session if source is None else partial(self._policy.fork, source)
+            self._num_opening[owner] += 1
             try:
-                session = await self._in_thread(make, session_id)
-            except AdmissionRefused as refused:
-                if not await self._make_room():
-                    raise self._with_retry_time(refused) from refused
-                session = await self._in_thread(make, session_id)
+                session = await self._admitted(session_id, source)
+            finally:
+                self._num_opening[owner] -= 1
             entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
             self._entries[session_id] = entry
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id)
+            if self._closed:  # meanwhile
+                await self.end(entry, EndReason.SHUTDOWN, "the server is shutting down")
+                raise EngineStopped("the server is shutting down")
             return entry
+
+    async def _admitted(self, session_id: str, source: PolicySession | PolicySnapshot | None) -> PolicySession:
+        """A new session of the policy's. Sessions that hold a place but no history give it up first."""
+        if self._closed:
+            raise EngineStopped("the server is shutting down")
+        make = self._policy.open_session if source is None else partial(self._policy.fork, source)
+        try:
+            return await self._in_thread(make, session_id)
+        except AdmissionRefused as refused:
+            if not await self._make_room():
+                raise self._with_retry_time(refused) from refused
+            return await self._in_thread(make, session_id)
 
     async def _make_room(self) -> bool:
         """Close the sessions that hold a place but no history: opening them again is the same."""
         empty = [entry for entry in self._entries.values() if not entry.has_history and not entry.uses]
         for entry in empty:
-            text = f"it had no history and made room for another one ({EndReason.MADE_ROOM.value})"
-            self._forget(entry, text, EndReason.MADE_ROOM)
-            await self._close(entry, text)
+            await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
         return bool(empty)
 
     def _with_retry_time(self, refused: AdmissionRefused) -> AdmissionRefused:
@@ -287,17 +297,13 @@ class SessionTable:
             entry.has_history = False
             await self._in_thread(entry.session.reset)
 
-    def _forget(self, entry: Entry, text: str, reason: EndReason) -> None:
-        del self._entries[entry.session_id]
-        self._metrics.sessions.set(len(self._entries))
-        self._metrics.sessions_ended.labels(reason.value).inc()
-        logger.info("session %s ended: %s", entry.session_id, text)
-
     async def _close(self, entry: Entry, text: str) -> None:
         try:
             await self._in_thread(entry.session.close, text)
         except Exception:
             logger.exception("session %s did not close", entry.session_id)
+        if self._leaving.get(entry.session_id) is entry:
+            del self._leaving[entry.session_id]
 
     async def _in_thread(self, function: Callable[..., R], *args: object) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
