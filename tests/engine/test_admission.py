@@ -1,0 +1,202 @@
+"""At the edge of a tiny pool: whoever was let in never runs out of blocks, and what is refused is told the sum."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from engines import make_engine, make_inputs  # noqa: E402
+from toy_model import Injected, ToyInputs, ToyModel, make_toy_engine  # noqa: E402
+
+from worldkv.engine.engine import Engine  # noqa: E402
+from worldkv.errors import AdmissionRefused, OutOfBlocks, SessionBusy, SessionEnded, SessionNotFound  # noqa: E402
+
+STEPS = 400
+EXPLAINED = (AdmissionRefused, SessionBusy, SessionEnded, SessionNotFound, Injected)
+
+
+class Adversary:
+    """Does one thing after the other, at random, without waiting for what it began."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine, self.dice = engine, random.Random(seed)
+        self.sessions: list[Any] = []
+        self.snapshots: list[Any] = []
+        self.ticks: list[Future[Any]] = []
+        self.refusals: list[str] = []
+
+    def step(self) -> None:
+        acts = {self.open: 3, self.tick: 14, self.settle: 4, self.fork: 2, self.snapshot: 2, self.restore: 2}
+        acts |= {self.release: 3, self.reset: 1, self.park: 2, self.close: 2}
+        (act,) = self.dice.choices(list(acts), list(acts.values()))
+        try:
+            act()
+        except AdmissionRefused as error:
+            self.refusals.append(str(error))
+        except (SessionBusy, SessionNotFound):
+            pass
+        assert self.engine.capacity().num_charged <= self.engine.cache.pool.num_blocks
+
+    def open(self) -> None:
+        self.sessions.append(self.engine.open_session())
+
+    def tick(self) -> None:
+        if self.sessions:
+            fail_at = self.dice.choice([None] * 8 + ["encode", "commit", "draft"])
+            inputs = ToyInputs(self.dice.random(), self.dice.randrange(5), fail_at)
+            self.ticks.append(self.engine.submit(self.dice.choice(self.sessions), inputs))
+
+    def settle(self) -> None:
+        """Let what was begun come to its end, so that not all is cancelled."""
+        for tick in self.ticks[-3:]:
+            tick.exception(10)
+
+    def fork(self) -> None:
+        if source := (self.sessions + self.snapshots):
+            self.sessions.append(self.engine.fork(self.dice.choice(source)))
+
+    def snapshot(self) -> None:
+        if self.sessions:
+            self.snapshots.append(self.engine.snapshot(self.dice.choice(self.sessions)))
+
+    def restore(self) -> None:
+        if self.sessions and self.snapshots:
+            self.engine.restore(self.dice.choice(self.sessions), self.dice.choice(self.snapshots))
+
+    def release(self) -> None:
+        if self.snapshots:
+            self.engine.release(self._take(self.snapshots))
+
+    def reset(self) -> None:
+        if self.sessions:
+            self.engine.reset(self.dice.choice(self.sessions))
+
+    def park(self) -> None:
+        if self.sessions:
+            self.engine.park(self.dice.choice(self.sessions))
+
+    def close(self) -> None:
+        if self.sessions:
+            self.engine.close(self._take(self.sessions), "test")
+
+    def _take(self, things: list[Any]) -> Any:
+        return things.pop(self.dice.randrange(len(things)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("park_when_full", [True, False])
+@pytest.mark.parametrize("policy", ["reset", "slide"])
+def test_no_tick_that_was_admitted_fails_for_lack_of_memory(policy: Any, park_when_full: bool, seed: int) -> None:
+    model = ToyModel(policy, sink=seed % 2)
+    block_size = (2, 4, 8)[seed]
+    num_blocks = 3 * model.spec.blocks_per_session(block_size) + seed  # three sessions, and next to no more
+    engine = make_toy_engine(model, block_size=block_size, num_blocks=num_blocks, park_when_full=park_when_full)
+    adversary = Adversary(engine, seed)
+    for _ in range(STEPS):
+        adversary.step()
+    errors = [error for tick in adversary.ticks if (error := tick.exception(10)) is not None]
+    assert not [error for error in errors if isinstance(error, OutOfBlocks)], "admitted, and then no memory"
+    assert not [error for error in errors if not isinstance(error, EXPLAINED)], errors
+    assert len(adversary.ticks) - len(errors) > 20, "it has to get something done"
+    assert adversary.refusals, "it has to reach the edge"
+    for text in adversary.refusals:
+        assert "it needs" in text
+        assert "are not promised to others; close a session, release a snapshot" in text
+    for snapshot in adversary.snapshots:
+        engine.release(snapshot)
+    for session in adversary.sessions:
+        engine.close(session, "done")
+    engine.warm_up()
+    assert engine.capacity().num_charged == engine.capacity().blocks_shared
+    assert engine.cache.pool.num_used == 0
+    engine.cache.pool.check()
+    engine.shutdown()
+
+
+@pytest.fixture
+def sixteen() -> Iterator[Engine]:
+    engine = make_engine("ti2v", block_size=16, max_sessions=16)
+    yield engine
+    engine.shutdown()
+
+
+def test_two_prompts_are_stored_twice_however_many_sessions_have_them(sixteen: Engine) -> None:
+    engine = sixteen
+    capacity, spec = engine.capacity(), engine.cache.spec
+    text = -(-spec.conditioning["text"] // 16)  # blocks of one prompt's K/V
+    for number in range(16):
+        inputs = make_inputs(engine, seed=number, num_frames=1, prompt=number % 2)
+        engine.submit(engine.open_session(), inputs).result()
+    entries = {key: entry for key, entry in engine.cache.conditioning._entries.items() if key.startswith("text:")}
+    assert len(entries) == 3, "two prompts, and the negative one of everybody"
+    sessions = list(engine.sessions.values())
+    of_prompt = [
+        {s.kv.branches["conditional"].conditioning["text"].blocks.tobytes() for s in sessions[n::2]} for n in (0, 1)
+    ]
+    assert [len(blocks) for blocks in of_prompt] == [1, 1], "all eight read the same blocks"
+
+    history = sum(s.kv.num_blocks for s in sessions)
+    images = 16 * -(-spec.conditioning["image"] // 16)  # each robot has a first frame of its own, for both branches
+    assert engine.cache.pool.num_used == history + images + 3 * text
+    one = history // 16 + images // 16 + 2 * text
+    saved = (16 * one - engine.cache.pool.num_used) * capacity.bytes_per_block
+    assert saved == (16 * 2 - 3) * text * capacity.bytes_per_block
+    assert engine.capacity().num_used == engine.cache.pool.num_used
+
+    pool_bytes = sum(
+        t.numel() * t.element_size() for kv in (engine.cache.storage.k, engine.cache.storage.v) for t in kv
+    )
+    assert pool_bytes == capacity.num_blocks * capacity.bytes_per_block, "the books are about the tensors that exist"
+    entry = sessions[0].kv.branches["conditional"].conditioning["text"]
+    embedding = engine.model.encode("text", [_tokens(engine, prompt=0)])[0]
+    for layer, (k, v) in enumerate(engine.model._dit.project_text(embedding[0])):
+        stored_k, stored_v = engine.cache.storage.gather(layer, entry.blocks, np.arange(len(k)))
+        assert torch.equal(stored_k, k)
+        assert torch.equal(stored_v, v)
+
+
+def _tokens(engine: Engine, prompt: int) -> tuple[Any, Any]:
+    inputs = make_inputs(engine, 0, prompt=prompt)
+    return torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.attention_mask)
+
+
+def test_a_session_that_joins_waits_for_one_forward_at_most() -> None:
+    engine = make_toy_engine(ToyModel("slide"), max_sessions=5, max_rows=4)
+    others = [engine.open_session() for _ in range(4)]
+    joiner = engine.open_session()
+    batches: list[list[int]] = []
+    execute = engine.execute
+
+    def recorded(requests: list[Any]) -> list[Any]:
+        batches.append([id(row.context.branch) for request in requests for row in getattr(request, "rows", ())])
+        return execute(requests)
+
+    engine._worker._host.execute = recorded  # type: ignore[method-assign]
+    hold = threading.Event()
+    for session in (*others, joiner):  # conditioning first: an encoder's call is a batch of its own kind
+        engine.submit(session, ToyInputs(0.0)).result(10)
+    inputs = ToyInputs(1.0, hold=hold)
+    running = [engine.submit(others[0], inputs)]
+    assert inputs.held.wait(10)
+    running += [engine.submit(session, ToyInputs(1.0)) for session in others[1:]]
+    began = len(batches)
+    joined = engine.submit(joiner, ToyInputs(1.0))
+    hold.set()
+    for future in (*running, joined):
+        future.result(10)
+    assert all(len(batch) <= 4 for batch in batches), "max_rows"
+    branches = {id(branch) for branch in joiner.kv.branches.values()}
+    first = next(index for index, batch in enumerate(batches[began:]) if branches & set(batch))
+    # five ticks of two rows share forwards of four: nobody is passed over twice before the joiner had its first
+    served = [id(branch) for session in others for branch in session.kv.branches.values()]
+    assert all(sum(batch.count(row) for batch in batches[began : began + first]) <= 1 for row in served)
+    engine.shutdown()
