@@ -143,6 +143,31 @@ def test_a_tick_that_fails_in_an_encoder_changes_nothing(engine: Engine, encoder
     assert engine.submit(session, make_inputs(engine, 2, 4)).result().restart_reason is None, "the old prompt was lost"
 
 
+@pytest.mark.parametrize("step", [0, 7, 15])
+def test_a_tick_that_fails_in_the_solver_changes_nothing_and_its_retry_is_identical(
+    engine: Engine, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run_alone(engine, 60, 2)
+    session, other = engine.open_session(), engine.open_session()
+    engine.submit(session, make_inputs(engine, 60, 1)).result()
+    schedule, calls = engine.model.video_schedule, iter(range(1000))
+    advance = type(schedule).step
+
+    def failing(self: Any, index: int, *rest: Any) -> Any:
+        if index == step and next(calls) == 0:
+            raise RuntimeError("injected")
+        return advance(self, index, *rest)
+
+    num_free = engine.cache.pool.num_free
+    with monkeypatch.context() as patch:
+        patch.setattr(type(schedule), "step", failing)
+        with pytest.raises(RuntimeError, match="injected"):
+            engine.submit(session, make_inputs(engine, 61)).result()
+        assert engine.cache.pool.num_free == num_free, "a failed tick kept blocks"
+        assert same(engine.submit(session, make_inputs(engine, 61)).result(), expected[1])
+    assert same(engine.submit(other, make_inputs(engine, 60, 1)).result(), expected[0])
+
+
 def test_a_failing_session_does_not_disturb_its_company(engine: Engine) -> None:
     alone = run_alone(engine, 7, 2)
     good, bad = engine.open_session(), engine.open_session()
