@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from worldkv.errors import SessionBusy, SessionEnded
+from worldkv.kv.upload import HostCopy
 from worldkv.models.tick_io import TickInputs, TickResult
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.experiment_cfg import read_embodiment
@@ -167,7 +168,7 @@ class FakeEngine:
         digest = inputs.frames.astype(np.int64).sum() + inputs.token_ids.sum() + int(1e6 * inputs.state.sum())
         actions = np.random.default_rng(abs(int(digest))).uniform(-1, 1, (HORIZON, 10)).astype(np.float32)
         return TickResult(
-            actions=self.actions_override if self.actions_override is not None else actions,
+            action_copy=HostCopy(torch.from_numpy(actions if self.actions_override is None else self.actions_override)),
             video_latents=torch.zeros(1),
             observed_latents=torch.zeros(1),
             restart_reason="first tick" if len(inputs.frames) == 1 else None,

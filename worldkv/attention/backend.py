@@ -18,7 +18,14 @@ from worldkv.kv.storage import KVStorage
 
 
 class AttentionPlan(Protocol):
-    """One batch of rows, ready to run in every layer."""
+    """One batch of rows, ready to run in every layer.
+
+    `write_slots`: int64 [T], where in `storage` the current tokens' K and V go, for whoever writes them there itself;
+    None where the rows only read.
+    """
+
+    storage: KVStorage
+    write_slots: torch.Tensor | None
 
     def run(
         self,

@@ -17,6 +17,7 @@ import torch
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
+from worldkv.kv.upload import upload
 
 _MIN_CAPABILITY = (8, 0)
 _KEYS_PER_TILE = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
@@ -26,7 +27,7 @@ class CudnnPlan:
     """Block tables, lengths and slots of one batch of rows on the device, and the execution plan for their shape."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
-        self._storage = storage
+        self.storage = storage
         device = storage.device
         lengths = np.array([[row.num_queries for row in rows], [row.num_visible for row in rows]], dtype=np.int32)
         most_keys = max(_KEYS_PER_TILE, *(row.num_visible for row in rows))
@@ -37,12 +38,12 @@ class CudnnPlan:
             table[: len(used)], table[len(used) :] = used, used[-1]  # what is masked is read all the same
         self._most_queries = int(lengths[0].max())
         self._is_ragged = bool((lengths[0] != self._most_queries).any())
-        self._tables = torch.from_numpy(tables).to(device, non_blocking=True)
-        self._lengths = torch.from_numpy(lengths).to(device, non_blocking=True)
+        self._tables = upload(tables, device)
+        self._lengths = upload(lengths, device)
         starts = np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int32)
-        self._starts = torch.from_numpy(starts).to(device, non_blocking=True)
+        self._starts = upload(starts, device)
         writes = [row.write_slots for row in rows if row.write_slots is not None]
-        self._write_slots = torch.from_numpy(np.concatenate(writes)).to(device, non_blocking=True) if writes else None
+        self.write_slots = upload(np.concatenate(writes), device) if writes else None
 
     def run(
         self,
@@ -51,15 +52,15 @@ class CudnnPlan:
         k_THD: torch.Tensor | None = None,
         v_THD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        k_slots, v_slots = self._storage.slots(layer)
+        k_slots, v_slots = self.storage.slots(layer)
         if k_THD is not None and v_THD is not None:
-            assert self._write_slots is not None, "this plan only reads"
-            k_slots.index_copy_(0, self._write_slots, k_THD.to(k_slots.dtype))
-            v_slots.index_copy_(0, self._write_slots, v_THD.to(v_slots.dtype))
+            assert self.write_slots is not None, "this plan only reads"
+            k_slots.index_copy_(0, self.write_slots, k_THD.to(k_slots.dtype))
+            v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
         q = q_THD.to(k_slots.dtype).contiguous()
         out = torch.empty_like(q)
         num_rows, most_blocks = self._tables.shape
-        num_blocks, block_size, num_heads, head_dim = self._storage.k[layer].shape
+        num_blocks, block_size, num_heads, head_dim = self.storage.k[layer].shape
         graph, workspace = _graph(
             num_rows,
             self._most_queries,
@@ -71,8 +72,8 @@ class CudnnPlan:
         )
         tensors = {
             _Q: q,
-            _K: self._storage.k[layer],
-            _V: self._storage.v[layer],
+            _K: self.storage.k[layer],
+            _V: self.storage.v[layer],
             _OUT: out,
             _TABLE: self._tables,
             _QUERIES: self._lengths[0],

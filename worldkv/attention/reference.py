@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
+from worldkv.kv.upload import upload
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class ReferencePlan:
     """Index tensors of one batch of rows."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
-        self._storage = storage
+        self.storage = storage
         self._groups = _group(storage, rows)
         writes = [row.write_slots for row in rows if row.write_slots is not None]
         assert len(writes) in (0, len(rows)), "rows that write and rows that only read do not share a plan"
-        self._write_slots = torch.from_numpy(np.concatenate(writes)).to(storage.device) if writes else None
+        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
 
     def run(
         self,
@@ -43,11 +44,11 @@ class ReferencePlan:
         k_THD: torch.Tensor | None = None,
         v_THD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        k_slots, v_slots = self._storage.slots(layer)
+        k_slots, v_slots = self.storage.slots(layer)
         if k_THD is not None and v_THD is not None:
-            assert self._write_slots is not None, "this plan only reads"
-            k_slots[self._write_slots] = k_THD.to(k_slots.dtype)
-            v_slots[self._write_slots] = v_THD.to(v_slots.dtype)
+            assert self.write_slots is not None, "this plan only reads"
+            k_slots[self.write_slots] = k_THD.to(k_slots.dtype)
+            v_slots[self.write_slots] = v_THD.to(v_slots.dtype)
         out = torch.empty_like(q_THD)
         for group in self._groups:
             q = q_THD if group.tokens is None else q_THD[group.tokens]
@@ -82,10 +83,10 @@ def _group(storage: KVStorage, rows: Sequence[AttentionRow]) -> list[_Group]:
     for (num_queries, num_visible), indices in members.items():
         logical = np.arange(num_visible)
         blocks = np.stack([rows[i].blocks[logical // storage.block_size] for i in indices]).astype(np.int64)
-        slots = torch.from_numpy(blocks * storage.block_size + logical % storage.block_size).to(storage.device)
+        slots = upload(blocks * storage.block_size + logical % storage.block_size, storage.device)
         tokens = None
         if len(members) > 1:
-            tokens = torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i] + num_queries) for i in indices]))
-            tokens = tokens.to(storage.device)
+            runs = [np.arange(starts[i], starts[i] + num_queries) for i in indices]
+            tokens = upload(np.concatenate(runs), storage.device)
         groups.append(_Group(len(indices), tokens, slots))
     return groups

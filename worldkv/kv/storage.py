@@ -15,6 +15,7 @@ import torch
 
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.spec import KVSpec
+from worldkv.kv.upload import upload
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class KVStorage:
         if not copies:
             return
         self.num_copied += len(copies)
-        source, destination = torch.tensor(copies, device=self.device).unbind(1)
+        source, destination = upload(list(copies), self.device).unbind(1)
         for tensor in (*self.k, *self.v):
             tensor[destination] = tensor[source]
 
@@ -82,7 +83,7 @@ class KVStorage:
         """Write T tokens' K and V from the first slot of `blocks` on; what follows in the last block is zeroed."""
         if blocks_for(k_THD.shape[0], self.block_size) != len(blocks):
             raise ValueError(f"{k_THD.shape[0]} tokens do not fill {len(blocks)} blocks of {self.block_size} slots")
-        index = torch.tensor(blocks, device=self.device)
+        index = upload(list(blocks), self.device)
         padding = len(blocks) * self.block_size - k_THD.shape[0]
         for tensor, tokens in ((self.k[layer], k_THD), (self.v[layer], v_THD)):
             padded = torch.nn.functional.pad(tokens.to(self.device, self.dtype), (0, 0, 0, 0, 0, padding))
@@ -93,20 +94,20 @@ class KVStorage:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V [T, heads, head_dim] at the given logical slots of a block table."""
         physical = blocks[logical_slots // self.block_size].astype(np.int64) * self.block_size
-        index = torch.from_numpy(physical + logical_slots % self.block_size).to(self.device)
+        index = upload(physical + logical_slots % self.block_size, self.device)
         k, v = self.slots(layer)
         return k[index], v[index]
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
         """Copy blocks to the host (pinned and asynchronous on a GPU: `synchronize` before they are read)."""
-        index = torch.tensor(blocks, device=self.device, dtype=torch.long)
+        index = upload(list(blocks), self.device, torch.long)
         return HostBlocks(
             [(self._to_host(k[index]), self._to_host(v[index])) for k, v in zip(self.k, self.v, strict=True)]
         )
 
     def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
         """Copy blocks from the host into `blocks`, in order."""
-        index = torch.tensor(blocks, device=self.device, dtype=torch.long)
+        index = upload(list(blocks), self.device, torch.long)
         for layer, (k, v) in enumerate(host.layers):
             self.k[layer][index] = k.to(self.device, non_blocking=True)
             self.v[layer][index] = v.to(self.device, non_blocking=True)

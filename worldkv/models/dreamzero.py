@@ -20,6 +20,7 @@ from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
+from worldkv.kv.upload import HostCopy, upload
 from worldkv.kv.window import Window, WindowPolicy
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
@@ -172,7 +173,7 @@ class DreamZero:
         trace("video_latents", video[None])
         trace("actions", actions[None])
         result = TickResult(
-            actions=actions.float().cpu().numpy(),
+            action_copy=HostCopy(actions.float()),
             video_latents=video,
             observed_latents=observed,
             restart_reason=reason,
@@ -210,7 +211,7 @@ class DreamZero:
                 continue
             entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
             if entry is None:
-                payload = tuple(torch.from_numpy(np.ascontiguousarray(part)).to(self._dit.device) for part in prompt)
+                payload = tuple(upload(part, self._dit.device) for part in prompt)
                 embedding = yield EncodeRequest("text", payload)
                 trace(f"prompt.{branch}.embedding", embedding)
                 entry = cache.conditioning.publish(
@@ -280,7 +281,7 @@ class DreamZero:
         """The next chunk's latents [C, F, h, w] and actions [horizon, action_dim], from noise."""
         config = self.config
         video, actions = self._noise(inputs, latent_size)
-        state = torch.from_numpy(np.ascontiguousarray(inputs.state, dtype=np.float32))
+        state = upload(inputs.state, self._dit.device, torch.float32)
         first_frame = kv.branches[CONDITIONAL].num_chunks
         condition = self._condition(rollout, first_frame, config.frames_per_chunk)
         seq_len = config.frames_per_chunk * config.dit.frame_tokens
@@ -353,7 +354,7 @@ class DreamZero:
 
     def _pixels(self, frames: np.ndarray) -> torch.Tensor:
         """uint8 [T, H, W, 3] to [1, 3, T, H, W] in [-1, 1], rounded as the reference does, resized for the 5B."""
-        video = torch.from_numpy(np.ascontiguousarray(frames)).to(self._dit.device)
+        video = upload(frames, self._dit.device)
         pixels = ((video.permute(3, 0, 1, 2).float() / 255).to(self._dit.dtype) - 0.5) / 0.5
         height, width = self.config.target_video_height, self.config.target_video_width
         if height is not None and width is not None and pixels.shape[-2:] != (height, width):

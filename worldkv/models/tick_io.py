@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from worldkv.errors import BadRequest
+from worldkv.kv.upload import HostCopy
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 
 Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
@@ -36,9 +37,9 @@ class TickInputs:
 
 @dataclass(frozen=True)
 class TickResult:
-    """What one tick gives. Latents are normalised; `actions` are in the model's own units, [-1, 1] mostly."""
+    """What one tick gives. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
 
-    actions: np.ndarray  # float32 [horizon, action_dim]
+    action_copy: HostCopy  # perhaps still on its way from the device
     video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
     observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
     restart_reason: str | None
@@ -47,6 +48,11 @@ class TickResult:
     frames_cached: int = 0
     blocks_used: int = 0
     blocks_free: int = 0
+
+    @property
+    def actions(self) -> np.ndarray:
+        """float32 [horizon, action_dim]; waits for the device."""
+        return self.action_copy.numpy()
 
 
 def fill_chunk(frames: np.ndarray, frames_per_chunk: int) -> np.ndarray:

@@ -9,14 +9,16 @@ Letters: T packed tokens, H heads, D head_dim, U distinct timesteps, C channels,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from worldkv.attention.backend import AttentionPlan
+from worldkv.kv.upload import upload
 from worldkv.models.dreamzero_config import DiTConfig
 from worldkv.models.rotary import Phases, Rotary, rotate
 from worldkv.models.world_model import ForwardRow, RowOutput
@@ -29,6 +31,9 @@ class ForwardPlans:
     history: AttentionPlan
     text: AttentionPlan
     image: AttentionPlan
+
+
+RunBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Phases, ForwardPlans], torch.Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -208,6 +213,7 @@ class WanDiT(nn.Module):
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         self.head = Head(config)
         self._rotary: Rotary | None = None
+        self.run_blocks: RunBlocks = self._run_blocks  # `worldkv.models.fused` has a faster one
 
     @property
     def device(self) -> torch.device:
@@ -232,16 +238,24 @@ class WanDiT(nn.Module):
     def forward(self, rows: Sequence[ForwardRow], plans: ForwardPlans) -> list[RowOutput]:
         """Velocities of the rows. K/V of every layer are written through `plans.history` on the way."""
         packed = _Packing(self.config, rows)
-        levels = torch.tensor(packed.timesteps, device=self.device)
+        levels = upload(packed.timesteps, self.device)
         embedding_U = self.time_embedding(sinusoid(levels, self.config.freq_dim).to(self.dtype))
         modulation_U6 = self.time_projection(embedding_U).unflatten(1, (6, -1))
-        level_T = torch.tensor(packed.levels, device=self.device).repeat_interleave(
-            torch.tensor(packed.segment_lengths, device=self.device), output_size=sum(packed.segment_lengths)
-        )
-        x, phases = self._embed(rows), self._phases(rows)
+        level_T = upload(np.repeat(packed.levels, packed.segment_lengths), self.device)
+        x = self.run_blocks(self._embed(rows), modulation_U6, level_T, self._phases(rows), plans)
+        return self._read_out(rows, x, embedding_U, level_T, packed)
+
+    def _run_blocks(
+        self,
+        x: torch.Tensor,
+        modulation_U6: torch.Tensor,
+        level_T: torch.Tensor,
+        phases: Phases,
+        plans: ForwardPlans,
+    ) -> torch.Tensor:
         for layer, block in enumerate(self.blocks):
             x = block(x, modulation_U6, level_T, phases, plans, layer)
-        return self._read_out(rows, x, embedding_U, level_T, packed)
+        return x
 
     def _embed(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
         """Tokens [T, dim]: each part is embedded for all rows at once, then laid out row by row."""
@@ -254,9 +268,7 @@ class WanDiT(nn.Module):
         actions = torch.cat([row.actions for row in drafts if row.actions is not None]).to(self.device, self.dtype)
         states = torch.cat([row.state for row in drafts if row.state is not None]).to(self.device, self.dtype)
         counts = [_draft_tokens(row) for row in drafts]
-        timesteps = torch.tensor([row.action_timestep for row in drafts], device=self.device).repeat_interleave(
-            torch.tensor([num_actions for num_actions, _ in counts], device=self.device), output_size=len(actions)
-        )
+        timesteps = upload(np.repeat([row.action_timestep for row in drafts], [n for n, _ in counts]), self.device)
         action_tokens = iter(torch.split(self.action_encoder(actions, timesteps), [n for n, _ in counts]))
         state_tokens = iter(torch.split(self.state_encoder(states), [n for _, n in counts]))
         parts: list[torch.Tensor] = []

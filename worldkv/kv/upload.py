@@ -1,0 +1,39 @@
+"""Small data to the device and back without waiting: a plain copy of pageable memory waits for all work before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def upload(data: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An array, a list of numbers or a CPU tensor, on `device`; pinned and asynchronous on a GPU."""
+    tensor = torch.from_numpy(np.ascontiguousarray(data)) if isinstance(data, np.ndarray) else torch.as_tensor(data)
+    if dtype is not None:
+        tensor = tensor.to(dtype)
+    device = torch.device(device)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A device tensor on its way to the host; `numpy` waits for it, and for nothing that was asked for later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._tensor = tensor
+            return
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def numpy(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        array: np.ndarray = self._tensor.numpy()
+        return array
