@@ -8,6 +8,7 @@ history carries its order in its rotary phase, so no mask exists.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,8 @@ import torch
 
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionPlan(Protocol):
@@ -59,6 +62,34 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "reference": ("worldkv.attention.reference", "ReferenceBackend"),
     "cudnn": ("worldkv.attention.cudnn", "CudnnBackend"),
 }
+_PREFERENCE = ("cudnn", "reference")  # of "auto"
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError, which lists the known ones, for a backend that does not exist."""
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"attention backend: expected one of {['auto', *sorted(BACKENDS)]}, got {name!r}")
+
+
+def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:
+    """The backend of that name, tried out on `storage`'s kind of cache; "auto" takes the first that works.
+
+    Raises ValueError with the reason where a backend that was asked for by name cannot serve.
+    """
+    check_name(name)
+    if name != "auto":
+        backend = load_backend(name)
+        if (reason := backend.why_not(storage)) is not None:
+            raise ValueError(f"attention: {reason}; or choose `reference`, which runs everywhere")
+        return backend
+    for candidate in _PREFERENCE:
+        backend = load_backend(candidate)
+        reason = backend.why_not(storage)
+        if reason is None:
+            logger.info("attention: %s", candidate)
+            return backend
+        logger.info("attention: not %s: %s", candidate, reason)
+    raise AssertionError("the reference runs everywhere")
 
 
 def load_backend(name: str) -> AttentionBackend:

@@ -8,6 +8,7 @@ own (the rest of its last block, and that block again), never a free block's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -28,22 +29,29 @@ class CudnnPlan:
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
         self.storage = storage
-        device = storage.device
         lengths = np.array([[row.num_queries for row in rows], [row.num_visible for row in rows]], dtype=np.int32)
-        most_keys = max(_KEYS_PER_TILE, *(row.num_visible for row in rows))
-        most_blocks = _round_up(blocks_for(most_keys, storage.block_size))
-        tables = np.zeros((len(rows), most_blocks), dtype=np.int32)
-        for table, row in zip(tables, rows, strict=True):
-            used = row.blocks[: blocks_for(row.num_visible, storage.block_size)]
-            table[: len(used)], table[len(used) :] = used, used[-1]  # what is masked is read all the same
-        self._most_queries = int(lengths[0].max())
-        self._is_ragged = bool((lengths[0] != self._most_queries).any())
-        self._tables = upload(tables, device)
-        self._lengths = upload(lengths, device)
-        starts = np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int32)
-        self._starts = upload(starts, device)
+        starts = np.concatenate([[0], np.cumsum(lengths[0])])
+        most_queries = int(lengths[0].max())
+        tables = _block_tables(rows, storage.block_size)
+        num_heads, head_dim = storage.k[0].shape[2:]
+        self.shape_class = (len(rows), most_queries, bool((lengths[0] != most_queries).any()), tables.shape[1])
+        self._tables = upload(tables, storage.device)
+        self._lengths = upload(lengths, storage.device)
+        self._starts = upload((starts * num_heads * head_dim).astype(np.int32), storage.device)
         writes = [row.write_slots for row in rows if row.write_slots is not None]
-        self.write_slots = upload(np.concatenate(writes), device) if writes else None
+        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that differs between plans of one shape class."""
+        return [self._tables, self._lengths, self._starts, *([] if self.write_slots is None else [self.write_slots])]
+
+    def with_own_tensors(self) -> CudnnPlan:
+        """A copy whose tensors are its own: a CUDA graph's, say, which others of its class are copied into."""
+        own = copy(self)
+        own._tables, own._lengths, own._starts = (tensor.clone() for tensor in self.tensors[:3])
+        own.write_slots = None if self.write_slots is None else self.write_slots.clone()
+        return own
 
     def run(
         self,
@@ -59,17 +67,7 @@ class CudnnPlan:
             v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
         q = q_THD.to(k_slots.dtype).contiguous()
         out = torch.empty_like(q)
-        num_rows, most_blocks = self._tables.shape
-        num_blocks, block_size, num_heads, head_dim = self.storage.k[layer].shape
-        graph, workspace = _graph(
-            num_rows,
-            self._most_queries,
-            self._is_ragged,
-            most_blocks,
-            (num_blocks, block_size, num_heads, head_dim),
-            q.dtype,
-            q.device,
-        )
+        graph, workspace = _graph(self.shape_class, self.storage.k[layer].shape, q.dtype, q.device)
         tensors = {
             _Q: q,
             _K: self.storage.k[layer],
@@ -79,10 +77,20 @@ class CudnnPlan:
             _QUERIES: self._lengths[0],
             _KEYS: self._lengths[1],
         }
-        if self._is_ragged:
-            tensors[_STARTS] = self._starts * (num_heads * head_dim)
+        if self.shape_class[2]:
+            tensors[_STARTS] = self._starts
         graph.execute(tensors, workspace, handle=_handle(q.device))
         return out
+
+
+def _block_tables(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray:
+    """int32 [rows, most blocks, rounded up]; what is masked is read all the same, so it is the row's own last block."""
+    most_keys = max(_KEYS_PER_TILE, *(row.num_visible for row in rows))
+    tables = np.zeros((len(rows), _round_up(blocks_for(most_keys, block_size))), dtype=np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        used = row.blocks[: blocks_for(row.num_visible, block_size)]
+        table[: len(used)], table[len(used) :] = used, used[-1]
+    return tables
 
 
 class CudnnBackend:
@@ -134,15 +142,10 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _graph(
-    num_rows: int,
-    most_queries: int,
-    is_ragged: bool,
-    most_blocks: int,
-    pool_shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device,
+    shape_class: tuple[int, int, bool, int], pool_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, torch.Tensor]:
     """An execution plan and its workspace. Queries and output are packed [T, H, D], K and V the pool's own layout."""
+    num_rows, most_queries, is_ragged, most_blocks = shape_class
     cudnn = _library()
     num_blocks, block_size, num_heads, head_dim = pool_shape
     io_type = cudnn.data_type.BFLOAT16 if dtype == torch.bfloat16 else cudnn.data_type.HALF

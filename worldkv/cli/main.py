@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect):
+    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_bench):
         add(commands)
     return parser
 
@@ -70,7 +70,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
 
 def _add_cache_options(group: argparse._ActionsContainer) -> None:
     group.add_argument(
-        "--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)"
+        "--attention", default="auto", metavar="NAME", help="auto, reference, or cudnn on an NVIDIA GPU (auto)"
     )
     group.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
 
@@ -154,7 +154,7 @@ def _add_verify(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("folder", type=Path, metavar="DIR", help="checkpoint with golden.safetensors and calls.json")
     command.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error allowed (1e-3)")
     command.add_argument(
-        "--attention", default="reference", metavar="NAME", help="reference, or cudnn on an NVIDIA GPU (reference)"
+        "--attention", default="auto", metavar="NAME", help="auto, reference, or cudnn on an NVIDIA GPU (auto)"
     )
     command.add_argument(
         "--block-size",
@@ -185,6 +185,25 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+
+
+def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
+    parts = ("attention", "ticks", "sessions", "memory", "baseline", "fp8")
+    command = _command(
+        commands,
+        "bench",
+        "Measure the engine at a model's true size, with random weights.",
+        "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
+        "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
+        "a table, leaves bench.json and plots in the output folder; the last line is the JSON.",
+        "worldkv bench --model dreamzero-5b --sessions 1 8 32",
+    )
+    command.add_argument("--model", choices=("dreamzero-14b", "dreamzero-5b", "tiny"), default="tiny", help="(tiny)")
+    command.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto: the GPU if there is one (auto)")
+    command.add_argument("--parts", nargs="+", choices=parts, default=parts, metavar="PART", help=f"of {parts} (all)")
+    command.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    command.add_argument("--output", type=Path, default=Path("bench-output"), metavar="DIR", help="(bench-output)")
+    _add_cache_options(command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

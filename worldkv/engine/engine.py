@@ -43,7 +43,7 @@ class EngineConfig:
     block_size: int = 128
     max_sessions: int = 4
     num_blocks: int | None = None
-    attention: str = "reference"
+    attention: str = "auto"
     max_rows: int = 16
     max_tokens: int = 32768
     batch_invariant: bool = False

@@ -20,7 +20,7 @@ from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
-from worldkv.kv.upload import HostCopy, upload
+from worldkv.kv.upload import HostCopy, Pacer, upload
 from worldkv.kv.window import Window, WindowPolicy
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
@@ -79,6 +79,7 @@ class DreamZero:
         self.negative_prompt = negative_prompt
         self.steps: Steps = steps
         self._dit = dit
+        self._pacer = Pacer(dit.device)
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
@@ -100,14 +101,15 @@ class DreamZero:
             plan(storage, [row.conditioning["image"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]),
         )
         outputs: list[RowOutput] = self._dit(rows, plans)
+        self._pacer.batch_queued()
         return outputs
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
         """Run one encoder; payloads of equal shapes are one batch. Outputs carry a batch axis of 1.
 
-        A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask), "image" pixels
-        [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
+        A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask; on the host), "image"
+        pixels [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
         """
         encoders: dict[str, Callable[..., torch.Tensor]] = {
             "text": self.encoders.text.encode,
@@ -123,6 +125,7 @@ class DreamZero:
             batch = [torch.cat(parts) for parts in zip(*(payloads[index] for index in indices), strict=True)]
             for index, output in zip(indices, torch.split(encoders[encoder](*batch), 1), strict=True):
                 outputs[index] = output
+        self._pacer.batch_queued()
         return outputs
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -211,7 +214,7 @@ class DreamZero:
                 continue
             entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
             if entry is None:
-                payload = tuple(upload(part, self._dit.device) for part in prompt)
+                payload = tuple(torch.from_numpy(part) for part in prompt)
                 embedding = yield EncodeRequest("text", payload)
                 trace(f"prompt.{branch}.embedding", embedding)
                 entry = cache.conditioning.publish(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from worldkv.kv.upload import upload
 from worldkv.models.checkpoint import Checkpoint, check_complete, dit_tensor_shapes, load_module
 from worldkv.models.checkpoint_folder import DIT_PREFIX
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE
@@ -147,7 +148,7 @@ class TextEncoder:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise ValueError(f"token_ids must lie in [0, {self.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
         device = self.module.get_parameter("shared.weight").device
-        ids, mask = ids.to(device), mask.to(device)
+        ids, mask = upload(ids, device), upload(mask, device)
         hidden: torch.Tensor = self.module(input_ids=ids, attention_mask=mask).last_hidden_state
         return hidden.masked_fill(mask[..., None] == 0, 0.0)
 
@@ -167,7 +168,7 @@ class ImageEncoder:
         weight = next(self.module.parameters())
         pixels = image.to(weight.device, torch.float32)
         pixels = F.interpolate(pixels, size=(IMAGE_PIXELS, IMAGE_PIXELS), mode="bicubic", align_corners=False)
-        mean, std = (torch.tensor(v, device=weight.device).view(1, 3, 1, 1) for v in (_CLIP_MEAN, _CLIP_STD))
+        mean, std = (upload(v, weight.device, torch.float32).view(1, 3, 1, 1) for v in (_CLIP_MEAN, _CLIP_STD))
         pixels = ((pixels * 0.5 + 0.5) - mean) / std
         features: torch.Tensor = self.module(pixel_values=pixels.to(weight.dtype)).last_hidden_state
         return features
@@ -196,7 +197,7 @@ def load_encoders(
 
     def load(built: Built) -> nn.Module:
         module, names = built
-        _place_position_ids(module, device)
+        place_position_ids(module, device)
         load_module(checkpoint, module, names, device=device, dtype=dtype, progress=progress)
         return module
 
@@ -223,7 +224,7 @@ def frames_to_video(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
     return ((pixels.permute(3, 0, 1, 2)[None].float() / 255) - 0.5) / 0.5
 
 
-def _place_position_ids(module: nn.Module, device: torch.device | str) -> None:
+def place_position_ids(module: nn.Module, device: torch.device | str) -> None:
     """Buffers that a checkpoint does not hold stay behind on the meta device; the image tower's are 0, 1, 2,
     ..."""
     for name, buffer in list(module.named_buffers()):

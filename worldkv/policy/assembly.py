@@ -8,15 +8,17 @@ from pathlib import Path
 
 import torch
 
-from worldkv.attention.backend import load_backend
+from worldkv.attention.backend import check_name, choose_backend
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.kv.cache import KVCache
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.checkpoint import Checkpoint, load_module
 from worldkv.models.checkpoint_folder import DIT_PREFIX
+from worldkv.models.cuda_graphs import GraphedBlocks
 from worldkv.models.dreamzero import DreamZero
 from worldkv.models.encoder_sizes import ImageAttention, read_sizes
+from worldkv.models.fused import FusedBlocks, Precision
 from worldkv.models.tick_io import Prompt
 from worldkv.models.tokenizer import Tokenizer, load_tokenizer
 from worldkv.models.wan_dit import WanDiT
@@ -41,6 +43,7 @@ def load_engine(
     image_attention: ImageAttention = "tokens",
     tokenizer: Tokenizer | None = None,
     negative_prompt: Prompt | None = None,
+    precision: Precision = "model",
     progress: Progress | None = None,
 ) -> Engine:
     """A running engine for a DreamZero checkpoint folder. Raises CheckpointError with everything that is wrong.
@@ -51,7 +54,7 @@ def load_engine(
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
     config = config or EngineConfig()
-    backend = load_backend(config.attention)
+    check_name(config.attention)
     check_all_tensors(checkpoint)
     with torch.device("meta"):
         dit = WanDiT(checkpoint.config.dit)
@@ -70,14 +73,26 @@ def load_engine(
         window_policy=window_policy,
         steps=steps,
     )
+    accelerate(dit, precision)
+    return start_engine(model, config, device, dtype)
+
+
+def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
+    """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes."""
+    if dit.device.type == "cuda":
+        dit.run_blocks = GraphedBlocks(FusedBlocks(dit, precision))
+    elif precision != "model":
+        raise ValueError(f"precision: expected 'model' without a GPU, got {precision!r}")
+
+
+def start_engine(model: DreamZero, config: EngineConfig, device: torch.device | str, dtype: torch.dtype) -> Engine:
+    """A running engine over a model and a cache of the configured size."""
     num_blocks = config.num_blocks
     if num_blocks is None:
         per_session, shared = (f(config.block_size) for f in (model.spec.blocks_per_session, model.spec.blocks_shared))
         num_blocks = config.max_sessions * per_session + shared
     storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
-    if (reason := backend.why_not(storage)) is not None:
-        raise ValueError(f"attention: {reason}; or choose `reference`, which runs everywhere")
-    return Engine(model, KVCache(model.spec, storage, backend), config)
+    return Engine(model, KVCache(model.spec, storage, choose_backend(config.attention, storage)), config)
 
 
 def load_policy(
@@ -89,6 +104,7 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     steps: Steps = 8,
     cfg_scale: float | None = None,
+    precision: Precision = "model",
     progress: Progress | None = None,
 ) -> Policy:
     """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down."""
@@ -109,6 +125,7 @@ def load_policy(
         steps=steps,
         cfg_scale=cfg_scale,
         tokenizer=tokenizer,
+        precision=precision,
         progress=progress,
     )
     return Policy(engine, embodiment, tokenizer)

@@ -1,0 +1,119 @@
+"""Triton's kernels against the plain ones, graphs against the same work launched kernel by kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU here", allow_module_level=True)
+pytest.importorskip("diffusers")
+
+from engines import make_engine, make_inputs  # noqa: E402
+
+from worldkv.models import kernels  # noqa: E402
+from worldkv.models.cuda_graphs import GraphedBlocks  # noqa: E402
+from worldkv.models.fused import FusedBlocks  # noqa: E402
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def relative_error(ours: Any, expected: Any) -> float:
+    if isinstance(ours, kernels.Quantised):
+        ours, expected = (q.values.float() * q.scales for q in (ours, expected))
+    ours, expected = ours.float().cpu(), expected.float().cpu()
+    return float((ours - expected).norm() / expected.norm())
+
+
+def random(*shape: int, dtype: Any) -> Any:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [64, 3072, 5120])
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("per_level", [False, True])
+def test_residual_norm(dtype: Any, width: int, quantise: bool, per_level: bool) -> None:
+    torch.manual_seed(0)
+    x, delta, tables = random(37, width, dtype=dtype), random(37, width, dtype=dtype), random(3, 6, width, dtype=dtype)
+    level, weight = torch.randint(0, 3, (37,)), random(width, dtype=dtype)
+
+    def run(device: str) -> Any:
+        own, d, t, lv, w = (tensor.to(device, copy=True) for tensor in (x, delta, tables, level, weight))
+        table = kernels.NormTable(t[:, 1], t[:, 0], True) if per_level else kernels.NormTable(w, t[0, 0], False)
+        gate = t[:, 2] if per_level else None
+        y = kernels.residual_norm(own, lv, 1e-6, delta_TD=d, gate_UD=gate, table=table, quantise=quantise)
+        return own, y
+
+    (x_gpu, y_gpu), (x_cpu, y_cpu) = run("cuda"), run("cpu")
+    assert relative_error(x_gpu, x_cpu) < TOLERANCE[dtype]
+    assert relative_error(y_gpu, y_cpu) < (0.02 if quantise else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 32), (24, 128), (40, 128)])
+def test_norm_rotate_write(dtype: Any, heads: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    width, tokens = heads * head_dim, 29
+    given = [random(tokens, 3 * width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)]
+    given += [torch.randn(tokens, 1, head_dim // 2) for _ in range(2)]
+    slots = torch.randperm(64)[:tokens]
+
+    def run(device: str) -> list[Any]:
+        pools = [torch.zeros(64, heads, head_dim, dtype=dtype, device=device) for _ in range(2)]
+        return [kernels.norm_rotate_write(*(t.to(device) for t in given), *pools, slots.to(device), 1e-6), *pools]
+
+    for ours, expected in zip(run("cuda"), run("cpu"), strict=True):
+        assert relative_error(ours, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("gelu", [False, True])
+def test_rows_in_float8_and_rms_norm(dtype: Any, gelu: bool) -> None:
+    x, weight = random(31, 13824, dtype=dtype), random(13824, dtype=dtype)
+    ours, expected = kernels.quantise_rows(x.cuda(), gelu=gelu), kernels.quantise_rows(x, gelu=gelu)
+    assert relative_error(ours, expected) < 0.02
+    assert relative_error(kernels.rms_norm(x.cuda(), weight.cuda(), 1e-6), kernels.rms_norm(x, weight, 1e-6)) < 1e-2
+
+
+def episode(blocks: str, kind: str, num_ticks: int = 10) -> list[Any]:
+    """Two sessions ticking out of step, over more than two windows, in bfloat16 through cuDNN."""
+    engine = make_engine(kind, block_size=16, device="cuda", dtype=torch.bfloat16, attention="cudnn", max_rows=4)
+    dit = engine.model._dit
+    if blocks == "fused":
+        dit.run_blocks = dit.run_blocks._blocks
+    elif blocks == "plain":
+        dit.run_blocks = dit._run_blocks
+    else:
+        assert isinstance(dit.run_blocks, GraphedBlocks)
+        assert isinstance(dit.run_blocks._blocks, FusedBlocks)
+    first, second = engine.open_session(), engine.open_session()
+    results = []
+    for tick in range(num_ticks):
+        futures = [engine.submit(first, make_inputs(engine, tick, 1 if tick == 0 else 4))]
+        if tick % 3:
+            futures.append(engine.submit(second, make_inputs(engine, 100 + tick, 1 if tick == 1 else 4)))
+        results += [(future.result().video_latents, future.result().actions) for future in futures]
+    if blocks == "graphs":
+        assert len(dit.run_blocks._captured) > 1, "nothing was captured"
+    engine.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+def test_graphs_give_what_the_same_kernels_give_one_by_one(kind: str) -> None:
+    for (ours, actions), (expected, expected_actions) in zip(
+        episode("graphs", kind), episode("fused", kind), strict=True
+    ):
+        assert relative_error(ours, expected) < 2e-2, "batches differ in who shares them, so not bit for bit"
+        assert np.isfinite(actions).all()
+        assert np.linalg.norm(actions - expected_actions) < 5e-2 * np.linalg.norm(expected_actions)
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+def test_fused_blocks_stay_near_the_plain_ones(kind: str) -> None:
+    for (ours, _), (expected, _) in zip(episode("fused", kind, 5), episode("plain", kind, 5), strict=True):
+        assert relative_error(ours, expected) < 0.1

@@ -1,0 +1,175 @@
+"""`worldkv bench`: what this machine can do, what the paged engine makes of it, and what the plain way would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from worldkv.cli.common import choose_device, choose_dtype, spinner
+
+if TYPE_CHECKING:
+    import torch
+
+    from worldkv.engine.engine import Engine
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with spinner("starting up"):
+        import torch
+
+        from worldkv.bench.timing import copy_ceiling, matrix_ceiling
+
+        device = choose_device(arguments.device)
+        dtype = choose_dtype("auto", device)
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+    results: dict[str, Any] = {
+        "benchmark": "bench",
+        "model": arguments.model,
+        "weights": "random",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "torch": torch.__version__,
+        "dtype": str(dtype).removeprefix("torch."),
+        "block_size": arguments.block_size,
+    }
+    print(
+        f"{arguments.model} with random weights on {results['device']}, torch {torch.__version__}, {results['dtype']}"
+    )
+    with torch.no_grad():
+        ceiling = matrix_ceiling(device, dtype)
+        results["ceilings"] = {"matrix_tflops": round(ceiling, 1), "copy_gb_per_s": round(copy_ceiling(device), 1)}
+        print(
+            "ceilings: {matrix_tflops} TFLOP/s of matrix products, {copy_gb_per_s} GB/s of copies".format(
+                **results["ceilings"]
+            )
+        )
+        if "attention" in arguments.parts:
+            results["attention"] = _attention(arguments, device, dtype)
+        if set(arguments.parts) & {"ticks", "sessions", "baseline", "fp8"}:
+            _measure_engine(arguments, device, dtype, results)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+    _plot(arguments.output, results)
+    print(json.dumps(results))
+    return 0
+
+
+def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    from worldkv.bench.attention import compare_attention
+
+    rows = []
+    for row in compare_attention(arguments.model, device, dtype, arguments.block_size):
+        rows.append(row)
+        figures = row.get("skipped") or f"{row['ms']:8.3f} ms  {row['ratio']:5.2f} of dense"
+        print(f"  {row['shape']:<30} {row['backend']:<10} {figures}")
+    return rows
+
+
+def _measure_engine(
+    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, results: dict[str, Any]
+) -> None:
+    from worldkv.bench.models import build_engine, sessions_that_fit
+    from worldkv.engine.engine import EngineConfig
+
+    counts = sessions_that_fit(arguments.model, arguments.sessions)
+    config = EngineConfig(
+        block_size=arguments.block_size, max_sessions=max([1, *counts]), max_rows=128, attention=arguments.attention
+    )
+    engine = build_engine(arguments.model, config, device, dtype, progress=lambda part: print(f"making {part}"))
+    try:
+        if "ticks" in arguments.parts:
+            results["ticks"] = _ticks(engine, results["ceilings"]["matrix_tflops"], "DiT")
+        if "sessions" in arguments.parts:
+            results["sessions"] = _sessions(engine, counts)
+        if "memory" in arguments.parts and device.type == "cuda":
+            results["memory"] = _memory(engine)
+        if "baseline" in arguments.parts:
+            results["baseline"] = _baseline(engine)
+            if "ticks" in results:
+                ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
+                results["baseline"]["ratio"] = round(ratio, 2)
+                print(f"  the paged engine is {ratio:.2f} times faster")
+        if "fp8" in arguments.parts and device.type == "cuda":
+            results["fp8"] = _float8(engine, results["ceilings"]["matrix_tflops"])
+    finally:
+        engine.shutdown()
+
+
+def _ticks(engine: Engine, ceiling: float, name: str) -> dict[str, Any]:
+    from worldkv.bench.ticks import measure_window
+
+    measured = measure_window(engine)
+    measured["fraction_of_ceiling"] = round(measured["achieved_tflops"] / ceiling, 3)
+    print(
+        f"{name}: {measured['dit_ms_mean']:.1f} ms a chunk (histories of 1, 3, 5, 7 frames: "
+        f"{measured['dit_ms_by_history']}), {measured['achieved_tflops']:.0f} TFLOP/s, "
+        f"{100 * measured['fraction_of_ceiling']:.1f} % of the matrix ceiling"
+    )
+    print(f"  encoders, ms: {measured['encoder_ms']}; whole ticks, ms: {measured['tick_ms']}")
+    return measured
+
+
+def _sessions(engine: Engine, counts: Iterable[int]) -> list[dict[str, Any]]:
+    from worldkv.bench.ticks import measure_sessions
+
+    rows = []
+    for row in measure_sessions(engine, list(counts)):
+        rows.append(row)
+        print(
+            f"  {row['sessions']:>3} sessions: {row['ticks_per_s']:7.2f} ticks/s, p50 {row['p50_ms']:8.1f} ms, "
+            f"p99 {row['p99_ms']:8.1f} ms"
+        )
+    return rows
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    """What is allocated on the device against what is accounted for."""
+    import torch
+
+    parts = [engine.model._dit, engine.model.encoders.vae.module, engine.model.encoders.text.module]
+    parts.append(engine.model.encoders.image.module)
+    tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in parts for t in m.parameters()}
+    weights, pool = sum(tensors.values()), engine.cache.storage.num_bytes
+    allocated = torch.cuda.memory_allocated(engine.cache.storage.device)
+    gib = {name: round(value / 2**30, 2) for name, value in (("weights", weights), ("pool", pool), ("all", allocated))}
+    print(f"memory, GiB: {gib}; unaccounted {100 * (1 - (weights + pool) / allocated):.1f} %")
+    return {"gib": gib, "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+
+
+def _baseline(engine: Engine) -> dict[str, Any]:
+    from worldkv.bench.baseline import measure_baseline
+
+    measured = measure_baseline(engine.model._dit, engine.model.config)
+    print(
+        f"plain baseline: {measured['dit_ms_mean']:.1f} ms a chunk (histories of 1, 3, 5, 7 frames: "
+        f"{measured['dit_ms_by_history']})"
+    )
+    return measured
+
+
+def _float8(engine: Engine, ceiling: float) -> dict[str, Any]:
+    """The last thing to be measured: the products' own weights are given up."""
+    from worldkv.bench.ticks import relative_errors, traced_tick
+    from worldkv.policy.assembly import accelerate
+
+    expected = traced_tick(engine)
+    accelerate(engine.model._dit, "fp8")
+    errors = relative_errors(traced_tick(engine), expected)
+    measured = _ticks(engine, ceiling, "DiT, float8 products")
+    measured["relative_error"] = errors
+    print("  relative error against bfloat16: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()))
+    return measured
+
+
+def _plot(folder: Path, results: dict[str, Any]) -> None:
+    try:
+        from worldkv.cli.bench_plot import plot_bench
+    except ImportError:
+        print("no plot: matplotlib is not installed; pip install 'worldkv[plots]'")
+        return
+    for suffix in ("png", "svg"):
+        plot_bench(folder / f"bench.{suffix}", results)
+    print(f"results and plots are in {folder}")

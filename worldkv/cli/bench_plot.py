@@ -1,0 +1,58 @@
+"""The picture of a `worldkv bench` run: DiT time by history, attention against dense, sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+_INK, _GREY, _BLUE, _ORANGE, _GREEN = "#1f2933", "#8c98a4", "#2563a8", "#e8833a", "#2f9e75"
+
+
+def plot_bench(path: Path, results: dict[str, Any]) -> None:
+    """One figure, a panel for each part that was measured; nothing if none was."""
+    panels = [draw for name, draw in _PANELS.items() if results.get(name)]
+    if not panels:
+        return
+    figure = Figure(figsize=(5.4 * len(panels), 4.2), layout="constrained")
+    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes, results)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(axes.get_title(), loc="left", fontsize=11, color=_INK)
+    figure.suptitle(f"{results['model']}, random weights, {results['device']}", fontsize=11, color=_GREY)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_ticks(axes: Any, results: dict[str, Any]) -> None:
+    histories = [1, 3, 5, 7]
+    series = (("baseline", "plain baseline", _GREY), ("ticks", "paged", _BLUE), ("fp8", "paged, float8", _GREEN))
+    for name, label, colour in series:
+        if name in results:
+            axes.plot(histories, results[name]["dit_ms_by_history"], "o-", label=label, color=colour)
+    axes.set(title="DiT time of a chunk, ms", xlabel="frames of history", xticks=histories)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def _draw_attention(axes: Any, results: dict[str, Any]) -> None:
+    rows = [row for row in results["attention"] if "ms" in row and row["backend"] != "dense"]
+    labels = [f"{row['shape']}\n{row['backend']}" for row in rows]
+    axes.barh(labels, [row["ratio"] for row in rows], color=_BLUE)
+    axes.axvline(1, color=_ORANGE, linewidth=1.2)
+    axes.set(title="attention time, dense = 1")
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7)
+
+
+def _draw_sessions(axes: Any, results: dict[str, Any]) -> None:
+    rows = results["sessions"]
+    counts = [row["sessions"] for row in rows]
+    axes.plot(counts, [row["p50_ms"] for row in rows], "o-", color=_BLUE, label="p50")
+    axes.plot(counts, [row["p99_ms"] for row in rows], "o--", color=_ORANGE, label="p99")
+    axes.set(title="reply time, ms", xlabel="sessions at once")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+_PANELS = {"ticks": _draw_ticks, "attention": _draw_attention, "sessions": _draw_sessions}

@@ -1,0 +1,95 @@
+"""A WanDiT's blocks as CUDA graphs, one per shape: what the host would launch kernel by kernel is one launch.
+
+A graph is captured when its shape comes for the second time; the first time runs as usual, which also compiles what
+has to be compiled. A filling window, its wrap and its steady state differ in tables and lengths only, which are copied
+into the graph's own tensors. Knows no rows and no sessions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from worldkv.models.rotary import Phases
+from worldkv.models.wan_dit import ForwardPlans, RunBlocks
+
+_MAX_GRAPHS = 64
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]  # x first, which is the output as well
+
+
+class GraphedBlocks:
+    """Runs `blocks` through graphs up to `max_tokens` tokens; larger forwards hide the host's work anyway."""
+
+    def __init__(self, blocks: RunBlocks, max_tokens: int = 4096) -> None:
+        self._blocks = blocks
+        self._max_tokens = max_tokens
+        self._seen: set[Hashable] = set()
+        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._memory: Any = None  # one pool for all: they never run at the same time
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        modulation_U6: torch.Tensor,
+        level_T: torch.Tensor,
+        phases: Phases,
+        plans: ForwardPlans,
+    ) -> torch.Tensor:
+        """What comes back stands in the graph's own tensor until its next replay."""
+        key = self._key(x, modulation_U6, plans)
+        if key is None or key not in self._seen:
+            self._seen.add(key)
+            return self._blocks(x, modulation_U6, level_T, phases, plans)
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(x, modulation_U6, level_T, phases, plans)
+            while len(self._captured) > _MAX_GRAPHS:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        for own, given in zip(captured.inputs, _inputs(x, modulation_U6, level_T, phases, plans), strict=True):
+            own.copy_(given)
+        captured.graph.replay()
+        return captured.inputs[0]
+
+    def _key(self, x: torch.Tensor, modulation_U6: torch.Tensor, plans: ForwardPlans) -> Hashable | None:
+        """The shape; None where no graph can or should be made."""
+        classes = [getattr(plan, "shape_class", None) for plan in _plans(plans)]
+        if not x.is_cuda or len(x) > self._max_tokens or None in classes:
+            return None
+        return (len(x), len(modulation_U6), *classes)
+
+    def _capture(
+        self,
+        x: torch.Tensor,
+        modulation_U6: torch.Tensor,
+        level_T: torch.Tensor,
+        phases: Phases,
+        plans: ForwardPlans,
+    ) -> _Captured:
+        own_plans = ForwardPlans(*(plan.with_own_tensors() for plan in _plans(plans)))
+        own = [tensor.clone() for tensor in (x, modulation_U6, level_T, *phases)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            self._blocks(own[0], own[1], own[2], (own[3], own[4]), own_plans)
+        self._memory = self._memory or graph.pool()
+        return _Captured(graph, _inputs(own[0], own[1], own[2], (own[3], own[4]), own_plans))
+
+
+def _plans(plans: ForwardPlans) -> list[Any]:
+    return [getattr(plans, field.name) for field in fields(plans)]
+
+
+def _inputs(
+    x: torch.Tensor, modulation_U6: torch.Tensor, level_T: torch.Tensor, phases: Phases, plans: ForwardPlans
+) -> list[torch.Tensor]:
+    """Everything that differs from one forward of a shape to the next."""
+    return [x, modulation_U6, level_T, *phases, *(tensor for plan in _plans(plans) for tensor in plan.tensors)]
