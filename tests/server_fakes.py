@@ -59,6 +59,7 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         return Stats(
+            attention="none",
             rows_per_forward={},
             conditioning_hits=0,
             conditioning_misses=0,

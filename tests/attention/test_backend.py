@@ -6,7 +6,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from worldkv.attention.backend import BACKENDS, load_backend
+import torch
+
+from worldkv.attention import backend as backends
+from worldkv.attention.backend import BACKENDS, ByShape, choose_backend, load_backend, self_check
+from worldkv.attention.reference import ReferenceBackend
+from worldkv.kv.forward import AttentionRow
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import Window
@@ -25,3 +30,55 @@ def test_a_backend_says_in_one_line_why_it_cannot_serve_a_cpu(name: str) -> None
     reason = backend.why_not(storage)
     assert (reason is None) == (name == "reference")
     assert reason is None or ("GPU" in reason and "\n" not in reason)
+
+
+class Wrong(ReferenceBackend):
+    """Right about everything but the result."""
+
+    name = "wrong"
+
+    def plan(self, storage, rows):  # type: ignore[no-untyped-def]
+        plan = super().plan(storage, rows)
+        run = plan.run
+        plan.run = lambda *arguments: run(*arguments) * 1.1  # type: ignore[method-assign]
+        return plan
+
+
+class Broken(Wrong):
+    name = "broken"
+
+    def plan(self, storage, rows):  # type: ignore[no-untyped-def]
+        raise RuntimeError("no kernel image")
+
+
+def storage_on_cpu() -> KVStorage:
+    return KVStorage(KVSpec(1, 2, 16, Window(4, 4), ("a",)), 4, 16)
+
+
+def test_the_reference_passes_its_own_check() -> None:
+    assert self_check(ReferenceBackend(), storage_on_cpu()) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Wrong, "relative error 1.0e-01"), (Broken, "no kernel image")])
+def test_a_backend_that_fails_its_check_is_not_used(
+    kind: type[Wrong], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(BACKENDS, kind.name, (__name__, kind.__name__))
+    monkeypatch.setattr(backends, "_FAST", (kind.name,))
+    assert choose_backend("auto", storage_on_cpu()).name == "reference"
+    assert caplog.records, "the fall back has to be loud"
+    with pytest.raises(ValueError, match=reason):
+        choose_backend(kind.name, storage_on_cpu())
+
+
+def test_long_rows_go_to_one_backend_and_short_ones_to_the_other() -> None:
+    both = ByShape(Wrong(), ReferenceBackend())
+    storage, blocks = storage_on_cpu(), torch.arange(4, dtype=torch.int32).numpy()
+    for pool in (*storage.k, *storage.v):
+        pool.normal_()
+    long, short = (AttentionRow(blocks, 40, queries) for queries in (600, 7))
+    for row, factor in ((long, 1.1), (short, 1.0)):
+        q = torch.randn(row.num_queries, 2, 16)
+        expected = ReferenceBackend().plan(storage, [row]).run(0, q)
+        assert torch.allclose(both.plan(storage, [row]).run(0, q), expected * factor)
+    assert both.name == "wrong+reference"

@@ -50,19 +50,20 @@ def make(block_size: int, num_heads: int, rows: list[tuple[int, int]], writes: b
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_cudnn_equals_the_reference(shape: str, block_size: int) -> None:
+@pytest.mark.parametrize("name", ["cudnn", "flash4"])
+def test_a_backend_equals_the_reference(shape: str, block_size: int, name: str) -> None:
     torch.manual_seed(0)
     num_heads, rows = SHAPES[shape]
     writes = all(keys >= queries for queries, keys in rows) and shape != "cross-attention"
     storage, made = make(block_size, num_heads, rows, writes)
-    reason = load_backend("cudnn").why_not(storage)
+    reason = load_backend(name).why_not(storage)
     if reason:
         pytest.skip(reason)
     total = sum(queries for queries, _ in rows)
     q, k, v = (torch.randn(total, num_heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     given = (q, k, v) if writes else (q,)
     expected = load_backend("reference").plan(storage, made).run(0, *given)
-    ours = load_backend("cudnn").plan(storage, made).run(0, *given)
+    ours = load_backend(name).plan(storage, made).run(0, *given)
     assert torch.isfinite(ours).all(), "a free block was read"
     error = float((ours.float() - expected.float()).norm() / expected.float().norm())
     assert error < 1e-2, f"relative error {error:.2e}"

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from worldkv.kv.forward import AttentionRow
@@ -61,8 +62,11 @@ class AttentionBackend(Protocol):
 BACKENDS: dict[str, tuple[str, str]] = {
     "reference": ("worldkv.attention.reference", "ReferenceBackend"),
     "cudnn": ("worldkv.attention.cudnn", "CudnnBackend"),
+    "flash4": ("worldkv.attention.flash4", "Flash4Backend"),
 }
-_PREFERENCE = ("cudnn", "reference")  # of "auto"
+_FAST = ("flash4", "cudnn")
+_LONG_QUERIES = 512  # from here on flash4 is the faster one (docs/benchmarks.md)
+_TOLERANCE = 2e-2  # relative error of half precision against the reference
 
 
 def check_name(name: str) -> None:
@@ -72,24 +76,78 @@ def check_name(name: str) -> None:
 
 
 def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:
-    """The backend of that name, tried out on `storage`'s kind of cache; "auto" takes the first that works.
+    """The backend of that name, checked against the reference on rows of `storage`'s kind.
 
-    Raises ValueError with the reason where a backend that was asked for by name cannot serve.
+    "auto" takes what works of flash4 (for long rows) and cudnn, and the reference where neither does. Raises ValueError
+    with the reason where a backend that was asked for by name cannot serve.
     """
     check_name(name)
     if name != "auto":
         backend = load_backend(name)
-        if (reason := backend.why_not(storage)) is not None:
+        if (reason := _trouble(backend, storage)) is not None:
             raise ValueError(f"attention: {reason}; or choose `reference`, which runs everywhere")
         return backend
-    for candidate in _PREFERENCE:
-        backend = load_backend(candidate)
-        reason = backend.why_not(storage)
+    usable = []
+    for candidate in map(load_backend, _FAST):
+        reason = _trouble(candidate, storage)
         if reason is None:
-            logger.info("attention: %s", candidate)
-            return backend
-        logger.info("attention: not %s: %s", candidate, reason)
-    raise AssertionError("the reference runs everywhere")
+            usable.append(candidate)
+        else:
+            logger.info("attention: not %s: %s", candidate.name, reason)
+    chosen = ByShape(*usable) if len(usable) > 1 else usable[0] if usable else load_backend("reference")
+    logger.info("attention: %s", chosen.name)
+    return chosen
+
+
+class ByShape:
+    """Rows with many queries go to `long`, all others to `short`. One forward's rows may not share a backend."""
+
+    def __init__(self, long: AttentionBackend, short: AttentionBackend) -> None:
+        self._long, self._short = long, short
+        self.name = f"{long.name}+{short.name}"
+
+    def why_not(self, storage: KVStorage) -> str | None:
+        return self._long.why_not(storage) or self._short.why_not(storage)
+
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan:
+        is_long = min(row.num_queries for row in rows) >= _LONG_QUERIES
+        return (self._long if is_long else self._short).plan(storage, rows)
+
+
+def _trouble(backend: AttentionBackend, storage: KVStorage) -> str | None:
+    """Why this backend should not serve: a condition that is not met, or a wrong result; None where it should."""
+    reason = backend.why_not(storage)
+    if reason is not None or backend.name == "reference":
+        return reason
+    try:
+        error = self_check(backend, storage)
+    except Exception as failure:
+        logger.warning("attention: %s failed its self-check", backend.name, exc_info=True)
+        return f"{backend.name} failed its self-check: {failure}"
+    if not error < _TOLERANCE:
+        logger.warning("attention: %s is wrong here: relative error %.1e", backend.name, error)
+        return f"{backend.name} computes something else than the reference here (relative error {error:.1e})"
+    return None
+
+
+def self_check(backend: AttentionBackend, storage: KVStorage) -> float:
+    """Relative error against the reference: rows of several lengths, short and long, NaN in every block they lack."""
+    lengths = [(5, 21), (300, 700), (300, 300)]
+    num_heads, head_dim = storage.k[0].shape[2:]
+    counts = [-(-keys // storage.block_size) for _, keys in lengths]
+    trial = storage.like(num_layers=1, num_blocks=sum(counts) + 2)
+    ids = np.random.default_rng(0).permutation(sum(counts) + 2).astype(np.int32)
+    tables = np.split(ids, np.cumsum(counts))
+    for pool in (*trial.k, *trial.v):
+        pool.normal_()
+        pool[torch.from_numpy(tables[-1]).long().to(pool.device)] = torch.nan
+    errors = []
+    for some in ((0, 1), (1, 2)):  # ragged, and all alike
+        rows = [AttentionRow(tables[i], lengths[i][1], lengths[i][0]) for i in some]
+        q = torch.randn(sum(row.num_queries for row in rows), num_heads, head_dim, device=trial.device).to(trial.dtype)
+        expected = load_backend("reference").plan(trial, rows).run(0, q).float()
+        errors.append(float((backend.plan(trial, rows).run(0, q).float() - expected).norm() / expected.norm()))
+    return max(errors, key=lambda error: error if error == error else float("inf"))
 
 
 def load_backend(name: str) -> AttentionBackend:

@@ -1,96 +1,42 @@
 """cuDNN's paged attention through nvidia-cudnn-frontend: NVIDIA GPUs from Ampere on, half precision, any power-of-two
 block size. Nothing is compiled; cuDNN builds an execution plan once per shape class.
-
-The kernel reads whole tiles of keys and masks what lies past a row's n: those slots must be finite. They are the row's
-own (the rest of its last block, and that block again), never a free block's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from worldkv.kv.block_table import blocks_for
+from worldkv.attention.paged import PagedPlan, ShapeClass
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
-from worldkv.kv.upload import upload
 
 _MIN_CAPABILITY = (8, 0)
-_KEYS_PER_TILE = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
 
 
-class CudnnPlan:
-    """Block tables, lengths and slots of one batch of rows on the device, and the execution plan for their shape."""
+class CudnnPlan(PagedPlan):
+    """cuDNN's execution plan for the rows' shape class, with their tables and lengths."""
 
-    def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
-        self.storage = storage
-        lengths = np.array([[row.num_queries for row in rows], [row.num_visible for row in rows]], dtype=np.int32)
-        starts = np.concatenate([[0], np.cumsum(lengths[0])])
-        most_queries = int(lengths[0].max())
-        tables = _block_tables(rows, storage.block_size)
-        num_heads, head_dim = storage.k[0].shape[2:]
-        self.shape_class = (len(rows), most_queries, bool((lengths[0] != most_queries).any()), tables.shape[1])
-        self._tables = upload(tables, storage.device)
-        self._lengths = upload(lengths, storage.device)
-        self._starts = upload((starts * num_heads * head_dim).astype(np.int32), storage.device)
-        writes = [row.write_slots for row in rows if row.write_slots is not None]
-        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that differs between plans of one shape class."""
-        return [self._tables, self._lengths, self._starts, *([] if self.write_slots is None else [self.write_slots])]
-
-    def with_own_tensors(self) -> CudnnPlan:
-        """A copy whose tensors are its own: a CUDA graph's, say, which others of its class are copied into."""
-        own = copy(self)
-        own._tables, own._lengths, own._starts = (tensor.clone() for tensor in self.tensors[:3])
-        own.write_slots = None if self.write_slots is None else self.write_slots.clone()
-        return own
-
-    def run(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor | None = None,
-        v_THD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        k_slots, v_slots = self.storage.slots(layer)
-        if k_THD is not None and v_THD is not None:
-            assert self.write_slots is not None, "this plan only reads"
-            k_slots.index_copy_(0, self.write_slots, k_THD.to(k_slots.dtype))
-            v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
-        q = q_THD.to(k_slots.dtype).contiguous()
-        out = torch.empty_like(q)
-        graph, workspace = _graph(self.shape_class, self.storage.k[layer].shape, q.dtype, q.device)
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        storage, out = self.storage, torch.empty_like(q_THD)
+        graph, workspace = _graph(self.shape_class, storage.k[layer].shape, q_THD.dtype, q_THD.device)
         tensors = {
-            _Q: q,
-            _K: self.storage.k[layer],
-            _V: self.storage.v[layer],
+            _Q: q_THD,
+            _K: storage.k[layer],
+            _V: storage.v[layer],
             _OUT: out,
-            _TABLE: self._tables,
-            _QUERIES: self._lengths[0],
-            _KEYS: self._lengths[1],
+            _TABLE: self.tables,
+            _QUERIES: self.lengths[0],
+            _KEYS: self.lengths[1],
         }
         if self.shape_class[2]:
-            tensors[_STARTS] = self._starts
-        graph.execute(tensors, workspace, handle=_handle(q.device))
+            tensors[_STARTS] = self.starts * (q_THD.shape[1] * q_THD.shape[2])
+        graph.execute(tensors, workspace, handle=_handle(q_THD.device))
         return out
-
-
-def _block_tables(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray:
-    """int32 [rows, most blocks, rounded up]; what is masked is read all the same, so it is the row's own last block."""
-    most_keys = max(_KEYS_PER_TILE, *(row.num_visible for row in rows))
-    tables = np.zeros((len(rows), _round_up(blocks_for(most_keys, block_size))), dtype=np.int32)
-    for table, row in zip(tables, rows, strict=True):
-        used = row.blocks[: blocks_for(row.num_visible, block_size)]
-        table[: len(used)], table[len(used) :] = used, used[-1]
-    return tables
 
 
 class CudnnBackend:
@@ -117,11 +63,6 @@ class CudnnBackend:
 _Q, _K, _V, _OUT, _TABLE, _QUERIES, _KEYS, _STARTS = range(1, 9)  # tensor ids in the graph
 
 
-def _round_up(count: int) -> int:
-    """To the next power of two, so that a filling window asks for few shape classes."""
-    return 1 << (count - 1).bit_length()
-
-
 @cache
 def _library() -> Any:
     import cudnn
@@ -142,7 +83,7 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _graph(
-    shape_class: tuple[int, int, bool, int], pool_shape: torch.Size, dtype: torch.dtype, device: torch.device
+    shape_class: ShapeClass, pool_shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, torch.Tensor]:
     """An execution plan and its workspace. Queries and output are packed [T, H, D], K and V the pool's own layout."""
     num_rows, most_queries, is_ragged, most_blocks = shape_class

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if "attention" in arguments.parts:
             results["attention"] = _attention(arguments, device, dtype)
-        if set(arguments.parts) & {"ticks", "sessions", "baseline", "fp8"}:
+        if set(arguments.parts) - {"attention"}:
             _measure_engine(arguments, device, dtype, results)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -84,6 +84,10 @@ def _measure_engine(
             results["ticks"] = _ticks(engine, results["ceilings"]["matrix_tflops"], "DiT")
         if "sessions" in arguments.parts:
             results["sessions"] = _sessions(engine, counts)
+        if "steady" in arguments.parts and device.type == "cuda":
+            results["steady"] = _steady(engine, max(counts))
+        if "profile" in arguments.parts and device.type == "cuda":
+            results["profile"] = _profile(engine)
         if "memory" in arguments.parts and device.type == "cuda":
             results["memory"] = _memory(engine)
         if "baseline" in arguments.parts:
@@ -120,8 +124,28 @@ def _sessions(engine: Engine, counts: Iterable[int]) -> list[dict[str, Any]]:
         rows.append(row)
         print(
             f"  {row['sessions']:>3} sessions: {row['ticks_per_s']:7.2f} ticks/s, p50 {row['p50_ms']:8.1f} ms, "
-            f"p99 {row['p99_ms']:8.1f} ms"
+            f"p99 {row['p99_ms']:8.1f} ms; DiT {row['dit_s_per_round']:.3f} s for a tick of all"
         )
+    return rows
+
+
+def _steady(engine: Engine, num_sessions: int) -> dict[str, Any]:
+    from worldkv.bench.steady import measure_steadiness
+
+    measured = measure_steadiness(engine, min(num_sessions, 8))
+    print(
+        f"after warm-up, in {measured['ticks']} ticks of {measured['sessions']} sessions: made "
+        f"{measured['made_after_warm_up']}, host waits {measured['host_waits']} {measured['where']}"
+    )
+    return measured
+
+
+def _profile(engine: Engine) -> list[dict[str, Any]]:
+    from worldkv.bench.steady import profile_forwards
+
+    rows = profile_forwards(engine)
+    for row in rows:
+        print(f"  {row['ms']:9.2f} ms {row['calls']:>6} calls  {row['kernel']}")
     return rows
 
 

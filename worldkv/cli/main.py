@@ -188,7 +188,7 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
-    parts = ("attention", "ticks", "sessions", "memory", "baseline", "fp8")
+    parts = ("attention", "ticks", "sessions", "steady", "profile", "memory", "baseline", "fp8")
     command = _command(
         commands,
         "bench",

@@ -196,6 +196,7 @@ class Engine:
             sessions = list(self.sessions.values())
         parked = [session.parked for session in sessions if session.parked is not None]
         return Stats(
+            self.cache.backend.name,
             dict(self._rows_per_forward),
             store.num_hits,
             store.num_misses,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 class Stats:
     """What the engine has done so far, and what it holds. Counts of what was done only ever grow."""
 
+    attention: str  # the backend's name
     rows_per_forward: Mapping[int, int]  # number of rows -> forwards of that many
     conditioning_hits: int
     conditioning_misses: int

@@ -7,6 +7,7 @@ tensors that one op mutates, and are zero-initialised, so that no kernel multipl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,15 @@ class KVStorage:
         shape = (num_blocks, block_size, spec.num_heads, spec.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
+
+    def like(self, num_layers: int, num_blocks: int) -> KVStorage:
+        """Another one with blocks of the same kind, for trials."""
+        other = copy(self)
+        other.num_blocks = num_blocks
+        shape = (num_blocks, *self.k[0].shape[1:])
+        other.k = [self.k[0].new_zeros(shape) for _ in range(num_layers)]
+        other.v = [self.v[0].new_zeros(shape) for _ in range(num_layers)]
+        return other
 
     @property
     def num_layers(self) -> int:

@@ -34,6 +34,7 @@ class GraphedBlocks:
         self._max_tokens = max_tokens
         self._seen: set[Hashable] = set()
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self.num_captured = 0  # so far
         self._memory: Any = None  # one pool for all: they never run at the same time
 
     def __call__(
@@ -81,6 +82,7 @@ class GraphedBlocks:
         with torch.cuda.graph(graph, pool=self._memory):
             self._blocks(own[0], own[1], own[2], (own[3], own[4]), own_plans)
         self._memory = self._memory or graph.pool()
+        self.num_captured += 1
         return _Captured(graph, _inputs(own[0], own[1], own[2], (own[3], own[4]), own_plans))
 
 

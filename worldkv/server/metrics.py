@@ -84,6 +84,9 @@ class _EngineCollector(Collector):
         }.items():
             blocks.add_metric([state], number)
         yield blocks
+        attention = GaugeMetricFamily("worldkv_attention", "1 for the attention backend in use.", labels=["backend"])
+        attention.add_metric([stats.attention], 1)
+        yield attention
         yield _rows_per_forward(stats.rows_per_forward)
         yield GaugeMetricFamily("worldkv_block_bytes", "Bytes of one block.", capacity.bytes_per_block)
         yield GaugeMetricFamily("worldkv_sessions_parked", "Sessions on the host.", stats.num_parked)

@@ -1,0 +1,87 @@
+"""What plans of all paged GPU kernels have in common: block tables, lengths and slots of one batch of rows.
+
+Kernels read whole blocks or tiles and mask what lies past a row's n: those slots must be finite. They are the row's
+own (the rest of its last block, and that block again), never a free block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Self
+
+import numpy as np
+import torch
+
+from worldkv.kv.block_table import blocks_for
+from worldkv.kv.forward import AttentionRow
+from worldkv.kv.storage import KVStorage
+from worldkv.kv.upload import upload
+
+_LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
+
+ShapeClass = tuple[
+    int, int, bool, int
+]  # rows, most queries of a row, whether rows differ in queries, blocks of a table
+
+
+class PagedPlan:
+    """On the device: `tables` int32 [rows, blocks], `lengths` int32 [2, rows] of queries and of keys, `starts` int32
+    [rows + 1] of queries."""
+
+    def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
+        self.storage = storage
+        lengths = np.array([[row.num_queries for row in rows], [row.num_visible for row in rows]], dtype=np.int32)
+        tables = _block_tables(rows, storage.block_size)
+        most_queries = int(lengths[0].max())
+        is_ragged = bool((lengths[0] != most_queries).any())
+        self.shape_class: ShapeClass = (len(rows), most_queries, is_ragged, tables.shape[1])
+        self.tables = upload(tables, storage.device)
+        self.lengths = upload(lengths, storage.device)
+        self.starts = upload(np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int32), storage.device)
+        writes = [row.write_slots for row in rows if row.write_slots is not None]
+        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that differs between plans of one shape class."""
+        return [self.tables, self.lengths, self.starts, *([] if self.write_slots is None else [self.write_slots])]
+
+    def with_own_tensors(self) -> Self:
+        """A copy whose tensors are its own: a CUDA graph's, say, which others of its class are copied into."""
+        own = copy(self)
+        own.tables, own.lengths, own.starts = self.tables.clone(), self.lengths.clone(), self.starts.clone()
+        own.write_slots = None if self.write_slots is None else self.write_slots.clone()
+        return own
+
+    def run(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor | None = None,
+        v_THD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See AttentionPlan."""
+        k_slots, v_slots = self.storage.slots(layer)
+        if k_THD is not None and v_THD is not None:
+            assert self.write_slots is not None, "this plan only reads"
+            k_slots.index_copy_(0, self.write_slots, k_THD.to(k_slots.dtype))
+            v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
+        return self.attend(layer, q_THD.to(k_slots.dtype).contiguous())
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def _block_tables(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray:
+    most_keys = max(_LEAST_KEYS, *(row.num_visible for row in rows))
+    tables = np.zeros((len(rows), _round_up(blocks_for(most_keys, block_size))), dtype=np.int32)
+    for table, row in zip(tables, rows, strict=True):
+        used = row.blocks[: blocks_for(row.num_visible, block_size)]
+        table[: len(used)], table[len(used) :] = used, used[-1]
+    return tables
+
+
+def _round_up(count: int) -> int:
+    """To the next power of two, so that a filling window asks for few shape classes."""
+    return 1 << (count - 1).bit_length()
