@@ -71,14 +71,19 @@ def test_a_backend_that_fails_its_check_is_not_used(
         choose_backend(kind.name, storage_on_cpu())
 
 
-def test_long_rows_go_to_one_backend_and_short_ones_to_the_other() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "queries", "keys", "expected"),
+    [(2, 600, 2000, "wrong"), (2, 600, 500, "reference"), (2, 100, 400, "wrong"), (64, 100, 400, "reference")],
+)
+def test_the_shape_of_the_rows_chooses_between_two_backends(
+    num_rows: int, queries: int, keys: int, expected: str
+) -> None:
     both = ByShape(Wrong(), ReferenceBackend())
-    storage, blocks = storage_on_cpu(), torch.arange(4, dtype=torch.int32).numpy()
-    for pool in (*storage.k, *storage.v):
-        pool.normal_()
-    long, short = (AttentionRow(blocks, 40, queries) for queries in (600, 7))
-    for row, factor in ((long, 1.1), (short, 1.0)):
-        q = torch.randn(row.num_queries, 2, 16)
-        expected = ReferenceBackend().plan(storage, [row]).run(0, q)
-        assert torch.allclose(both.plan(storage, [row]).run(0, q), expected * factor)
     assert both.name == "wrong+reference"
+    storage = KVStorage(KVSpec(1, 1, 8, Window(4, 4), ("a",)), 128, 16)
+    row = AttentionRow(torch.arange(128, dtype=torch.int32).numpy(), keys, queries)
+    q = torch.randn(num_rows * queries, 1, 8)
+    storage.v[0].normal_()
+    right = ReferenceBackend().plan(storage, [row] * num_rows).run(0, q)
+    factor = 1.1 if expected == "wrong" else 1.0
+    assert torch.allclose(both.plan(storage, [row] * num_rows).run(0, q), right * factor)

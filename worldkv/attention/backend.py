@@ -65,7 +65,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "flash4": ("worldkv.attention.flash4", "Flash4Backend"),
 }
 _FAST = ("flash4", "cudnn")
-_LONG_QUERIES = 512  # from here on flash4 is the faster one (docs/benchmarks.md)
+# Where flash4 was the faster one on an H200 (docs/benchmarks.md): from so many queries and keys on, and again for no
+# more than so many short rows. In between, and for short text behind many queries, cuDNN was.
+_MANY_QUERIES, _MANY_KEYS, _FEW_ROWS = 512, 1024, 4
 _TOLERANCE = 2e-2  # relative error of half precision against the reference
 
 
@@ -100,18 +102,20 @@ def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:
 
 
 class ByShape:
-    """Rows with many queries go to `long`, all others to `short`. One forward's rows may not share a backend."""
+    """`first` for rows of many queries and keys, and for few rows of few; `second` for all else. See `_FEW_ROWS`."""
 
-    def __init__(self, long: AttentionBackend, short: AttentionBackend) -> None:
-        self._long, self._short = long, short
-        self.name = f"{long.name}+{short.name}"
+    def __init__(self, first: AttentionBackend, second: AttentionBackend) -> None:
+        self._first, self._second = first, second
+        self.name = f"{first.name}+{second.name}"
 
     def why_not(self, storage: KVStorage) -> str | None:
-        return self._long.why_not(storage) or self._short.why_not(storage)
+        return self._first.why_not(storage) or self._second.why_not(storage)
 
     def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan:
-        is_long = min(row.num_queries for row in rows) >= _LONG_QUERIES
-        return (self._long if is_long else self._short).plan(storage, rows)
+        queries, keys = [row.num_queries for row in rows], [row.num_visible for row in rows]
+        many = min(queries) >= _MANY_QUERIES and min(keys) >= _MANY_KEYS
+        few = max(queries) < _MANY_QUERIES and len(rows) <= _FEW_ROWS
+        return (self._first if many or few else self._second).plan(storage, rows)
 
 
 def _trouble(backend: AttentionBackend, storage: KVStorage) -> str | None:

@@ -25,7 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         device = choose_device(arguments.device)
         dtype = choose_dtype("auto", device)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
     results: dict[str, Any] = {
         "benchmark": "bench",
         "model": arguments.model,
@@ -85,7 +84,7 @@ def _measure_engine(
         if "sessions" in arguments.parts:
             results["sessions"] = _sessions(engine, counts)
         if "steady" in arguments.parts and device.type == "cuda":
-            results["steady"] = _steady(engine, max(counts))
+            results["steady"] = _steady(engine, max(counts), 24 if arguments.model == "dreamzero-14b" else 100)
         if "profile" in arguments.parts and device.type == "cuda":
             results["profile"] = _profile(engine)
         if "memory" in arguments.parts and device.type == "cuda":
@@ -129,10 +128,10 @@ def _sessions(engine: Engine, counts: Iterable[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _steady(engine: Engine, num_sessions: int) -> dict[str, Any]:
+def _steady(engine: Engine, num_sessions: int, num_ticks: int) -> dict[str, Any]:
     from worldkv.bench.steady import measure_steadiness
 
-    measured = measure_steadiness(engine, min(num_sessions, 8))
+    measured = measure_steadiness(engine, min(num_sessions, 8), num_ticks)
     print(
         f"after warm-up, in {measured['ticks']} ticks of {measured['sessions']} sessions: made "
         f"{measured['made_after_warm_up']}, host waits {measured['host_waits']} {measured['where']}"

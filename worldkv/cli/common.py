@@ -113,7 +113,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int) -> Policy:
+def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> Policy:
     """The policy that the options of `main.add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     with spinner("starting up"):  # torch and the model libraries take seconds to import
@@ -133,6 +133,7 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int) -> Poli
             dtype=choose_dtype(arguments.dtype, device),
             steps=int(arguments.steps) if arguments.steps.isdigit() else arguments.steps,
             cfg_scale=arguments.cfg_scale,
+            precision=arguments.precision,
             progress=step,
         )
 

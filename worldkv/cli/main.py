@@ -56,6 +56,9 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         help="of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU (auto)",
     )
     _add_cache_options(group)
+    group.add_argument(
+        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
+    )
     group.add_argument("--embodiment", default="oxe_droid", metavar="TAG", help="robot of experiment_cfg (oxe_droid)")
     group.add_argument(
         "--steps",
@@ -97,14 +100,20 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument(
         "--max-sessions",
-        type=int,
+        type=_session_count,
         default=4,
-        help="sessions that the cache has room for; more are parked in host memory while idle (4)",
+        metavar="N",
+        help="sessions that the cache has room for, or auto: all that the GPU has; more are parked while idle (4)",
     )
     command.add_argument(
         "--episode-gap", type=float, metavar="S", help="a pause of more seconds begins a new episode (never)"
     )
     _add_engine_options(command)
+
+
+def _session_count(text: str) -> int | None:
+    """A number, or None for as many as fit."""
+    return None if text == "auto" else int(text)
 
 
 def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:

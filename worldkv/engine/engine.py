@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`num_blocks` None: as many as `max_sessions` sessions can ever hold.
+    """`num_blocks` None: as many as `max_sessions` sessions can ever hold; if that is None too, as the GPU has room for.
 
     `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
     products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
@@ -41,10 +41,10 @@ class EngineConfig:
     """
 
     block_size: int = 128
-    max_sessions: int = 4
+    max_sessions: int | None = 4
     num_blocks: int | None = None
     attention: str = "auto"
-    max_rows: int = 16
+    max_rows: int = 64
     max_tokens: int = 32768
     batch_invariant: bool = False
     park_when_full: bool = True
@@ -53,7 +53,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_rows", "max_tokens", "stuck_after_s"):
-            if getattr(self, name) <= 0:
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
 
 

@@ -1,4 +1,4 @@
-"""A WanDiT's blocks as CUDA graphs, one per shape: what the host would launch kernel by kernel is one launch.
+"""A WanDiT's blocks, and encoders, as CUDA graphs: what the host would launch kernel by kernel is one launch.
 
 A graph is captured when its shape comes for the second time; the first time runs as usual, which also compiles what
 has to be compiled. A filling window, its wrap and its steady state differ in tables and lengths only, which are copied
@@ -8,7 +8,7 @@ into the graph's own tensors. Knows no rows and no sessions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,9 +27,12 @@ class _Captured:
 
 
 class GraphedBlocks:
-    """Runs `blocks` through graphs up to `max_tokens` tokens; larger forwards hide the host's work anyway."""
+    """Runs `blocks` through graphs up to `max_tokens` tokens; larger forwards take the device longer than the host.
 
-    def __init__(self, blocks: RunBlocks, max_tokens: int = 4096) -> None:
+    The limit also keeps the number of shapes small: batches of many sessions are composed in many ways.
+    """
+
+    def __init__(self, blocks: RunBlocks, max_tokens: int = 512) -> None:
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._seen: set[Hashable] = set()
@@ -84,6 +87,39 @@ class GraphedBlocks:
         self._memory = self._memory or graph.pool()
         self.num_captured += 1
         return _Captured(graph, _inputs(own[0], own[1], own[2], (own[3], own[4]), own_plans))
+
+
+class GraphedCall:
+    """A function of tensors that returns one tensor, as graphs by shape; on a CPU it is simply called.
+
+    It must not wait for the device, nor keep tensors from call to call.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], max_graphs: int = 8) -> None:
+        self._function = function
+        self._max_graphs = max_graphs
+        self._seen: set[Hashable] = set()
+        self._captured: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]]
+        self._captured = OrderedDict()
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        if not tensors[0].is_cuda or key not in self._seen:
+            self._seen.add(key)
+            return self._function(*tensors)
+        if key not in self._captured:
+            own, graph = [tensor.clone() for tensor in tensors], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                output = self._function(*own)
+            self._captured[key] = (graph, own, output)
+            while len(self._captured) > self._max_graphs:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        graph, own, output = self._captured[key]
+        for mine, given in zip(own, tensors, strict=True):
+            mine.copy_(given)
+        graph.replay()
+        return output.clone()
 
 
 def _plans(plans: ForwardPlans) -> list[Any]:

@@ -22,6 +22,7 @@ from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
 from worldkv.kv.upload import HostCopy, Pacer, upload
 from worldkv.kv.window import Window, WindowPolicy
+from worldkv.models.cuda_graphs import GraphedCall
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
 from worldkv.models.wan_dit import ForwardPlans, WanDiT, num_draft_tokens
@@ -80,6 +81,12 @@ class DreamZero:
         self.steps: Steps = steps
         self._dit = dit
         self._pacer = Pacer(dit.device)
+        self._encode: dict[str, Callable[..., torch.Tensor]] = {
+            "text": encoders.text.encode,
+            "image": GraphedCall(encoders.image.encode),
+            "video": GraphedCall(encoders.vae.encode),
+            "decode": encoders.vae.decode,
+        }
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
@@ -111,19 +118,13 @@ class DreamZero:
         A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask; on the host), "image"
         pixels [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
         """
-        encoders: dict[str, Callable[..., torch.Tensor]] = {
-            "text": self.encoders.text.encode,
-            "image": self.encoders.image.encode,
-            "video": self.encoders.vae.encode,
-            "decode": self.encoders.vae.decode,
-        }
         groups: dict[Any, list[int]] = {}
         for index, payload in enumerate(payloads):
             groups.setdefault(tuple(tensor.shape for tensor in payload), []).append(index)
         outputs: list[Any] = [None] * len(payloads)
         for indices in groups.values():
             batch = [torch.cat(parts) for parts in zip(*(payloads[index] for index in indices), strict=True)]
-            for index, output in zip(indices, torch.split(encoders[encoder](*batch), 1), strict=True):
+            for index, output in zip(indices, torch.split(self._encode[encoder](*batch), 1), strict=True):
                 outputs[index] = output
         self._pacer.batch_queued()
         return outputs

@@ -158,6 +158,8 @@ class ImageEncoder:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        device = next(module.parameters()).device
+        self._mean, self._std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (_CLIP_MEAN, _CLIP_STD))
 
     @torch.no_grad()
     def encode(self, image: torch.Tensor) -> torch.Tensor:
@@ -168,8 +170,7 @@ class ImageEncoder:
         weight = next(self.module.parameters())
         pixels = image.to(weight.device, torch.float32)
         pixels = F.interpolate(pixels, size=(IMAGE_PIXELS, IMAGE_PIXELS), mode="bicubic", align_corners=False)
-        mean, std = (upload(v, weight.device, torch.float32).view(1, 3, 1, 1) for v in (_CLIP_MEAN, _CLIP_STD))
-        pixels = ((pixels * 0.5 + 0.5) - mean) / std
+        pixels = ((pixels * 0.5 + 0.5) - self._mean) / self._std
         features: torch.Tensor = self.module(pixel_values=pixels.to(weight.dtype)).last_hidden_state
         return features
 

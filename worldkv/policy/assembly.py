@@ -11,6 +11,7 @@ import torch
 from worldkv.attention.backend import check_name, choose_backend
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.kv.cache import KVCache
+from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.checkpoint import Checkpoint, load_module
@@ -28,6 +29,7 @@ from worldkv.policy.policy import Policy
 from worldkv.policy.prompts import NEGATIVE_PROMPT
 from worldkv.sampling.step_skipping import Steps
 
+_WORKSPACE = 0.08  # of a GPU's memory: activations, graphs and libraries' workspaces
 Progress = Callable[[int, int], None]  # bytes read, bytes in all; restarts for each part
 
 
@@ -80,6 +82,7 @@ def load_engine(
 def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
     """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes."""
     if dit.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # the encoders' convolutions have few shapes: the best kernel for each
         dit.run_blocks = GraphedBlocks(FusedBlocks(dit, precision))
     elif precision != "model":
         raise ValueError(f"precision: expected 'model' without a GPU, got {precision!r}")
@@ -87,12 +90,27 @@ def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
 
 def start_engine(model: DreamZero, config: EngineConfig, device: torch.device | str, dtype: torch.dtype) -> Engine:
     """A running engine over a model and a cache of the configured size."""
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        per_session, shared = (f(config.block_size) for f in (model.spec.blocks_per_session, model.spec.blocks_shared))
-        num_blocks = config.max_sessions * per_session + shared
+    num_blocks = config.num_blocks or _num_blocks(model.spec, config, torch.device(device), dtype)
     storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     return Engine(model, KVCache(model.spec, storage, choose_backend(config.attention, storage)), config)
+
+
+def _num_blocks(spec: KVSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """For `max_sessions`; without that, all that is free on the GPU beside the weights and room to work in."""
+    per_session, shared = spec.blocks_per_session(config.block_size), spec.blocks_shared(config.block_size)
+    if config.max_sessions is not None:
+        return config.max_sessions * per_session + shared
+    if device.type != "cuda":
+        raise ValueError("max_sessions: expected a number without a GPU, whose free memory would tell")
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    blocks = (free - round(_WORKSPACE * total)) // spec.bytes_per_block(config.block_size, dtype.itemsize)
+    if blocks < per_session + shared:
+        raise ValueError(
+            f"max_sessions: not one session fits: it needs {per_session + shared} blocks, {free / 2**30:.1f} GiB are "
+            f"free, {_WORKSPACE:.0%} of the GPU is kept to work in; use a smaller window, --cfg-scale 1 or fp8"
+        )
+    return int(blocks)
 
 
 def load_policy(
