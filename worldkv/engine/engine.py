@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`num_blocks` None: as many as `max_sessions` sessions can ever hold; if that is None too, as the GPU has room for.
+    """`num_blocks` None: what `max_sessions` sessions can ever hold; if that is None too, all that the GPU has free.
 
     `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
     products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
