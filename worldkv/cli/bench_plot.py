@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+_COLOURS = {"reference": "#8c98a4", "cudnn": "#2f9e75", "flash4": "#2563a8"}
 _INK, _GREY, _BLUE, _ORANGE, _GREEN = "#1f2933", "#8c98a4", "#2563a8", "#e8833a", "#2f9e75"
 
 
@@ -19,7 +20,6 @@ def plot_bench(path: Path, results: dict[str, Any]) -> None:
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, results)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(axes.get_title(), loc="left", fontsize=11, color=_INK)
     figure.suptitle(f"{results['model']}, random weights, {results['device']}", fontsize=11, color=_GREY)
     figure.savefig(path, dpi=150)
 
@@ -30,7 +30,8 @@ def _draw_ticks(axes: Any, results: dict[str, Any]) -> None:
     for name, label, colour in series:
         if name in results:
             axes.plot(histories, results[name]["dit_ms_by_history"], "o-", label=label, color=colour)
-    axes.set(title="DiT time of a chunk, ms", xlabel="frames of history", xticks=histories)
+    _title(axes, "DiT time of a chunk, ms")
+    axes.set(xlabel="frames of history", xticks=histories)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
 
@@ -38,9 +39,9 @@ def _draw_ticks(axes: Any, results: dict[str, Any]) -> None:
 def _draw_attention(axes: Any, results: dict[str, Any]) -> None:
     rows = [row for row in results["attention"] if "ms" in row and row["backend"] != "dense"]
     labels = [f"{row['shape']}\n{row['backend']}" for row in rows]
-    axes.barh(labels, [row["ratio"] for row in rows], color=_BLUE)
-    axes.axvline(1, color=_ORANGE, linewidth=1.2)
-    axes.set(title="attention time, dense = 1")
+    axes.barh(labels, [row["ratio"] for row in rows], color=[_COLOURS.get(row["backend"], _GREY) for row in rows])
+    axes.axvline(1, color=_INK, linewidth=1)
+    _title(axes, "attention time, dense = 1")
     axes.invert_yaxis()
     axes.tick_params(labelsize=7)
 
@@ -50,9 +51,14 @@ def _draw_sessions(axes: Any, results: dict[str, Any]) -> None:
     counts = [row["sessions"] for row in rows]
     axes.plot(counts, [row["p50_ms"] for row in rows], "o-", color=_BLUE, label="p50")
     axes.plot(counts, [row["p99_ms"] for row in rows], "o--", color=_ORANGE, label="p99")
-    axes.set(title="reply time, ms", xlabel="sessions at once")
+    _title(axes, "reply time of sessions at once, ms")
+    axes.set_xlabel("sessions")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+
+
+def _title(axes: Any, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11, color=_INK)
 
 
 _PANELS = {"ticks": _draw_ticks, "attention": _draw_attention, "sessions": _draw_sessions}

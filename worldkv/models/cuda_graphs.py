@@ -32,7 +32,7 @@ class GraphedBlocks:
     The limit also keeps the number of shapes small: batches of many sessions are composed in many ways.
     """
 
-    def __init__(self, blocks: RunBlocks, max_tokens: int = 512) -> None:
+    def __init__(self, blocks: RunBlocks, max_tokens: int = 4096) -> None:
         self._blocks = blocks
         self._max_tokens = max_tokens
         self._seen: set[Hashable] = set()

@@ -1,0 +1,55 @@
+"""`worldkv bench` on the tiny model: it runs everywhere, says what it measured, and leaves a file and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("matplotlib")
+
+from worldkv.bench.ticks import flops_of_window, tiled_size
+from worldkv.cli.main import main
+from worldkv.models.dreamzero_config import dreamzero_5b, dreamzero_14b
+from worldkv.models.random_model import random_model
+
+
+def test_it_measures_each_part_and_leaves_results_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--device", "cpu", "--sessions", "1", "2", "--block-size", "16", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    results = json.loads(lines[-1])
+    assert json.loads((tmp_path / "bench.json").read_text()) == results
+    assert results["weights"] == "random"
+    assert {row["backend"] for row in results["attention"]} == {"dense", "reference", "cudnn", "flash4"}
+    assert all(("ms" in row) != ("skipped" in row) for row in results["attention"])
+    assert len(results["ticks"]["dit_ms_by_history"]) == 4
+    assert [row["sessions"] for row in results["sessions"]] == [1, 2]
+    assert results["baseline"]["ratio"] > 0
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    assert (tmp_path / "bench.svg").exists()
+
+
+def test_the_work_of_a_window_is_counted_by_hand() -> None:
+    config = dreamzero_5b()
+    dit, rows = config.dit, 0.0
+    for frames in (1, 3, 5, 7):
+        committed = 50 if frames == 1 else 100
+        for queries, keys, calls in ((committed, 50 * frames, 1), (125, 50 * (frames + 2) + 25, 8)):
+            products = queries * (6 * dit.dim * dit.dim + 2 * dit.dim * dit.ffn_dim)
+            attention = 2 * queries * (keys + 512 + 257) * dit.dim
+            rows += calls * dit.num_layers * 2 * (products + attention)
+    assert flops_of_window(config) == pytest.approx(2 * rows)
+
+
+def test_true_sizes_have_the_true_number_of_tensors_and_pixels() -> None:
+    assert tiled_size(dreamzero_14b()) == (352, 640)
+    assert tiled_size(dreamzero_5b()) == (320, 640)
+    import torch
+
+    model = random_model(dreamzero_14b(), device="meta", dtype=torch.bfloat16)
+    assert len(list(model._dit.parameters())) == 1317
+    assert sum(p.numel() for p in model.encoders.text.module.parameters()) > 5e9
