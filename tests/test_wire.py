@@ -259,6 +259,7 @@ class TestHostileMessages:
         unpack_and_parse(bytes(whole[: data.draw(st.integers(0, len(whole)))]))
         unpack_and_parse(bytes(whole))
 
+    @settings(suppress_health_check=[HealthCheck.too_slow])  # Hypothesis builds its tables of characters once
     @given(
         st.dictionaries(
             st.sampled_from(["__ndarray__", "__npgeneric__", "data", "dtype", "shape"]).map(str.encode),
@@ -278,6 +279,7 @@ class TestHostileMessages:
         unpack_and_parse(msgpack.packb(fields))
         unpack_and_parse(msgpack.packb({b"__npgeneric__": True} | {k: fields[k] for k in fields if b"__" not in k}))
 
+    @settings(suppress_health_check=[HealthCheck.too_slow])
     @given(
         st.dictionaries(
             st.sampled_from(["endpoint", "session_id", "sequence", "reset", "resume", "prompt"]),
