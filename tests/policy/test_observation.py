@@ -69,6 +69,8 @@ def test_a_single_image_is_a_stack_of_one() -> None:
         ({JOINTS: np.zeros((7, 1))}, "got shape [7, 1]"),
         ({JOINTS: [0, 0, 0, float("nan"), 0, 0, 0]}, "expected 7 finite numbers, got [0.0, 0.0, 0.0, nan"),
         ({JOINTS: np.full(7, np.inf)}, "expected 7 finite numbers, got [inf"),
+        ({JOINTS: np.full(7, 1e39)}, "expected 7 finite numbers, got [inf, inf, inf, inf, inf, inf, inf] as float32"),
+        ({GRIPPER: np.longdouble("1e4000")}, "observation/gripper_position: expected 1 finite number, got [inf]"),
         ({JOINTS: ["a"] * 7}, "observation/joint_position: expected 7 finite numbers, got list of <U1"),
         ({JOINTS: [[1, 2], [3]]}, "got a ragged list"),
         ({GRIPPER: np.zeros(2)}, "observation/gripper_position: expected 1 finite number, got shape [2]"),

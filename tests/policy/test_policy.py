@@ -369,10 +369,13 @@ def test_a_missing_second_camera_is_black_and_can_come_back(policy: Policy, engi
     assert second[3, height:, width:].any()
 
 
-def test_actions_that_are_not_finite_never_reach_a_robot(policy: Policy, engine: fakes.FakeEngine) -> None:
-    engine.actions_override = np.full((fakes.HORIZON, 10), np.nan, np.float32)
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38], ids=["NaN", "infinite", "infinite once it is added"])
+def test_actions_that_are_not_finite_never_reach_a_robot(
+    policy: Policy, engine: fakes.FakeEngine, number: float
+) -> None:
+    engine.actions_override = np.full((fakes.HORIZON, 10), number, np.float32)
     with pytest.raises(WorldKVError, match="not finite"):
-        _run(policy.open_session())
+        _run(policy.open_session(), observation__joint_position=np.full(7, 3.4e38))
 
 
 def test_metadata_is_the_six_keys_of_roboarena(policy: Policy) -> None:

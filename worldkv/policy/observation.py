@@ -144,7 +144,7 @@ def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, 
 
 
 def _read_state(value: Any, names: ObservationNames, quantity: Quantity, warnings: dict[str, str]) -> np.ndarray:
-    """float64 [dim], finite."""
+    """float64 [dim], finite, also as float32."""
     field = names.state[quantity.key]
     expected = f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
     try:
@@ -155,9 +155,11 @@ def _read_state(value: Any, names: ObservationNames, quantity: Quantity, warning
         raise BadRequest(f"{field}: expected {expected}, got {type(value).__name__} of {array.dtype}")
     if array.size != quantity.dim or (array.ndim and array.shape[-1] != quantity.dim):
         raise BadRequest(f"{field}: expected {expected}, got shape {list(array.shape)}; send the newest state only")
-    numbers = array.astype(np.float64).reshape(quantity.dim)
-    if not np.isfinite(numbers).all():
-        raise BadRequest(f"{field}: expected {expected}, got {numbers.tolist()}")
+    with np.errstate(over="ignore"):  # actions, which these are added to, are sent as float32
+        numbers = array.astype(np.float64).reshape(quantity.dim)
+        singles = numbers.astype(np.float32)
+    if not np.isfinite(singles).all():
+        raise BadRequest(f"{field}: expected {expected}, got {singles.tolist()} as float32")
     if quantity.key == names.gripper:
         if not -_GRIPPER_MARGIN <= numbers[0] <= 1 + _GRIPPER_MARGIN:
             warnings[f"{field} range"] = f"{field} is {numbers[0]:g}: expected 0 (open) to 1 (closed)"

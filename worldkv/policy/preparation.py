@@ -118,10 +118,11 @@ class Preparation:
 
         Raises WorldKVError instead of returning a number that a robot must not be given.
         """
-        absolute = absolute_actions(actions, state, self.embodiment)
+        with np.errstate(over="ignore"):
+            absolute = absolute_actions(actions, state, self.embodiment).astype(np.float32)
         if not np.isfinite(absolute).all():
             raise WorldKVError("the model returned actions that are not finite; none is sent to the robot")
-        return absolute.astype(np.float32)
+        return absolute
 
     def synthetic_observation(self, num_frames: int) -> dict[str, Any]:
         """Grey cameras and a state from the middle of the training data, for warming up."""
