@@ -15,8 +15,8 @@ def forward(num_rows: int = 2, num_tokens: int = 10) -> ForwardRequest:
     return ForwardRequest((row,) * num_rows, "denoise")
 
 
-def job(request: Any, waiting_since: float, deadline: float | None = None) -> Job:
-    made = Job(session=None, inputs=None, deadline=deadline)  # type: ignore[arg-type]
+def job(request: Any, waiting_since: float, deadline: float | None = None, submitted: float = 0.0) -> Job:
+    made = Job(session=None, inputs=None, deadline=deadline, submitted=submitted)  # type: ignore[arg-type]
     made.request, made.waiting_since = request, waiting_since
     return made
 
@@ -39,6 +39,16 @@ def test_an_earlier_deadline_goes_first_but_nobody_starves_behind_deadlines() ->
     assert Scheduler(2, 1000).next_batch([patient, urgent]) == [urgent]
     urgent.waiting_since = urgent.deadline = 2 * PATIENCE_S
     assert Scheduler(2, 1000).next_batch([patient, urgent]) == [patient]
+
+
+def test_ticks_that_come_after_their_deadline_do_not_go_first_for_ever() -> None:
+    patient = job(forward(), 0.0)
+    for number in range(100):
+        now = 0.1 * number
+        late = job(forward(), now, deadline=now - 100, submitted=now)
+        if Scheduler(2, 1000).next_batch([patient, late]) == [patient]:
+            break
+    assert PATIENCE_S <= now < PATIENCE_S + 0.15
 
 
 def test_nothing_waiting_is_an_empty_batch() -> None:

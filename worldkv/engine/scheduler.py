@@ -14,7 +14,8 @@ class Scheduler:
     """Picks the request that is due first, and whatever can share its batch within `max_rows` and `max_tokens`.
 
     A served tick's next request begins to wait anew, so ticks without deadlines take turns, and a tick that joins
-    waits for one batch; since every request is due after PATIENCE_S at the latest, none starves behind deadlines.
+    waits for one batch. None starves behind deadlines: a request is due after PATIENCE_S at the latest, and a tick not
+    before it was submitted.
     """
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
@@ -35,8 +36,10 @@ class Scheduler:
 
 
 def _due(job: Job) -> tuple[float, int]:
-    patience = job.waiting_since + PATIENCE_S
-    return (patience if job.deadline is None else min(job.deadline, patience)), job.sequence
+    due = job.waiting_since + PATIENCE_S
+    if job.deadline is not None:
+        due = min(due, max(job.deadline, job.submitted))  # a stream of ticks that come late would go first for ever
+    return due, job.sequence
 
 
 def _size(job: Job) -> tuple[int, int]:
