@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -167,36 +166,3 @@ def test_two_prompts_are_stored_twice_however_many_sessions_have_them(sixteen: E
 def _tokens(engine: Engine, prompt: int) -> tuple[Any, Any]:
     inputs = make_inputs(engine, 0, prompt=prompt)
     return torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.attention_mask)
-
-
-def test_a_session_that_joins_waits_for_one_forward_at_most() -> None:
-    engine = make_toy_engine(ToyModel("slide"), max_sessions=5, max_rows=4)
-    others = [engine.open_session() for _ in range(4)]
-    joiner = engine.open_session()
-    batches: list[list[int]] = []
-    execute = engine.execute
-
-    def recorded(requests: list[Any]) -> list[Any]:
-        batches.append([id(row.context.branch) for request in requests for row in getattr(request, "rows", ())])
-        return execute(requests)
-
-    engine._worker._host.execute = recorded  # type: ignore[method-assign]
-    hold = threading.Event()
-    for session in (*others, joiner):  # conditioning first: an encoder's call is a batch of its own kind
-        engine.submit(session, ToyInputs(0.0)).result(10)
-    inputs = ToyInputs(1.0, hold=hold)
-    running = [engine.submit(others[0], inputs)]
-    assert inputs.held.wait(10)
-    running += [engine.submit(session, ToyInputs(1.0)) for session in others[1:]]
-    began = len(batches)
-    joined = engine.submit(joiner, ToyInputs(1.0))
-    hold.set()
-    for future in (*running, joined):
-        future.result(10)
-    assert all(len(batch) <= 4 for batch in batches), "max_rows"
-    branches = {id(branch) for branch in joiner.kv.branches.values()}
-    first = next(index for index, batch in enumerate(batches[began:]) if branches & set(batch))
-    # five ticks of two rows share forwards of four: nobody is passed over twice before the joiner had its first
-    served = [id(branch) for session in others for branch in session.kv.branches.values()]
-    assert all(sum(batch.count(row) for batch in batches[began : began + first]) <= 1 for row in served)
-    engine.shutdown()
