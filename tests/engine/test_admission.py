@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
 from toy_model import Injected, ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
@@ -119,50 +115,3 @@ def test_no_tick_that_was_admitted_fails_for_lack_of_memory(policy: Any, park_wh
     assert engine.cache.pool.num_used == 0
     engine.cache.pool.check()
     engine.shutdown()
-
-
-@pytest.fixture
-def sixteen() -> Iterator[Engine]:
-    engine = make_engine("ti2v", block_size=16, max_sessions=16)
-    yield engine
-    engine.shutdown()
-
-
-def test_two_prompts_are_stored_twice_however_many_sessions_have_them(sixteen: Engine) -> None:
-    engine = sixteen
-    capacity, spec = engine.capacity(), engine.cache.spec
-    text = -(-spec.conditioning["text"] // 16)  # blocks of one prompt's K/V
-    for number in range(16):
-        inputs = make_inputs(engine, seed=number, num_frames=1, prompt=number % 2)
-        engine.submit(engine.open_session(), inputs).result()
-    entries = {key: entry for key, entry in engine.cache.conditioning._entries.items() if key.startswith("text:")}
-    assert len(entries) == 3, "two prompts, and the negative one of everybody"
-    sessions = list(engine.sessions.values())
-    of_prompt = [
-        {s.kv.branches["conditional"].conditioning["text"].blocks.tobytes() for s in sessions[n::2]} for n in (0, 1)
-    ]
-    assert [len(blocks) for blocks in of_prompt] == [1, 1], "all eight read the same blocks"
-
-    history = sum(s.kv.num_blocks for s in sessions)
-    images = 16 * -(-spec.conditioning["image"] // 16)  # each robot has a first frame of its own, for both branches
-    assert engine.cache.pool.num_used == history + images + 3 * text
-    one = history // 16 + images // 16 + 2 * text
-    saved = (16 * one - engine.cache.pool.num_used) * capacity.bytes_per_block
-    assert saved == (16 * 2 - 3) * text * capacity.bytes_per_block
-    assert engine.capacity().num_used == engine.cache.pool.num_used
-
-    pool_bytes = sum(
-        t.numel() * t.element_size() for kv in (engine.cache.storage.k, engine.cache.storage.v) for t in kv
-    )
-    assert pool_bytes == capacity.num_blocks * capacity.bytes_per_block, "the books are about the tensors that exist"
-    entry = sessions[0].kv.branches["conditional"].conditioning["text"]
-    embedding = engine.model.encode("text", [_tokens(engine, prompt=0)])[0]
-    for layer, (k, v) in enumerate(engine.model._dit.project_text(embedding[0])):
-        stored_k, stored_v = engine.cache.storage.gather(layer, entry.blocks, np.arange(len(k)))
-        assert torch.equal(stored_k, k)
-        assert torch.equal(stored_v, v)
-
-
-def _tokens(engine: Engine, prompt: int) -> tuple[Any, Any]:
-    inputs = make_inputs(engine, 0, prompt=prompt)
-    return torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.attention_mask)
