@@ -196,14 +196,14 @@ def test_frames_are_encoded_together_where_their_shapes_agree() -> None:
     sessions = [engine.open_session() for _ in range(3)]
     for session in sessions:
         engine.submit(session, make_inputs(engine, 0, 1)).result()
-    shapes, vae = [], engine.model.encoders.vae
-    encode = vae.encode
+    shapes, encoders = [], engine.model._encode
+    encode = encoders["video"]
 
     def recorded(pixels: Any) -> Any:
         shapes.append((pixels.shape[0], pixels.shape[2]))
         return encode(pixels)
 
-    vae.encode = recorded
+    encoders["video"] = recorded
     go_on = pause(engine)
     num_frames = (4, 1, 4)  # the one that sends a single frame starts a new window, with an image that is stored
     futures = [
