@@ -79,9 +79,10 @@ def test_rows_in_float8_and_rms_norm(dtype: Any, gelu: bool) -> None:
     assert relative_error(kernels.rms_norm(x.cuda(), weight.cuda(), 1e-6), kernels.rms_norm(x, weight, 1e-6)) < 1e-2
 
 
-def episode(blocks: str, kind: str, num_ticks: int = 10) -> list[Any]:
+def episode(blocks: str, kind: str, num_ticks: int = 10, window_policy: str = "reset") -> list[Any]:
     """Two sessions ticking out of step, over more than two windows, in bfloat16 through cuDNN."""
-    engine = make_engine(kind, block_size=16, device="cuda", dtype=torch.bfloat16, attention="cudnn", max_rows=4)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "attention": "cudnn", "window_policy": window_policy}
+    engine = make_engine(kind, block_size=16, max_rows=4, **options)
     dit = engine.model._dit
     if blocks == "fused":
         dit.run_blocks = dit.run_blocks._blocks

@@ -169,3 +169,24 @@ def test_encoders_batch_equal_shapes_and_keep_the_order() -> None:
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     engine.shutdown()
+
+
+def test_a_prompt_that_comes_back_is_not_encoded_again() -> None:
+    engine = make_engine("ti2v", block_size=16)
+    calls, encode = [], engine.model._encode["text"]
+
+    def counted(*payload: Any) -> Any:
+        calls.append(len(payload[0]))
+        return encode(*payload)
+
+    engine.model._encode["text"] = counted
+    results = []
+    for _ in range(2):  # between the two nobody holds the prompt's K/V
+        session = engine.open_session()
+        results.append(engine.submit(session, make_inputs(engine, 0, 1)).result())
+        engine.close(session, "done")
+        engine.warm_up()
+        assert len(engine.cache.conditioning) == 0
+    assert sum(calls) == 2, "the prompt and the negative one, once each"
+    assert np.array_equal(results[0].actions, results[1].actions)
+    engine.shutdown()

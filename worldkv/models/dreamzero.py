@@ -32,6 +32,7 @@ from worldkv.sampling.step_skipping import StepChooser, Steps, check_steps
 from worldkv.sampling.unipc import SolverState, UniPCSchedule
 
 CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
+_MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
 
 
@@ -81,6 +82,7 @@ class DreamZero:
         self.steps: Steps = steps
         self._dit = dit
         self._pacer = Pacer(dit.device)
+        self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
         self._encode: dict[str, Callable[..., torch.Tensor]] = {
             "text": encoders.text.encode,
             "image": GraphedCall(encoders.image.encode),
@@ -215,8 +217,12 @@ class DreamZero:
                 continue
             entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
             if entry is None:
-                payload = tuple(torch.from_numpy(part) for part in prompt)
-                embedding = yield EncodeRequest("text", payload)
+                embedding = self._embeddings.get(key)
+                if embedding is None:
+                    embedding = yield EncodeRequest("text", tuple(torch.from_numpy(part) for part in prompt))
+                    self._embeddings[key] = embedding
+                    if len(self._embeddings) > _MAX_EMBEDDINGS:
+                        self._embeddings.pop(next(iter(self._embeddings)))
                 trace(f"prompt.{branch}.embedding", embedding)
                 entry = cache.conditioning.publish(
                     key, self.spec.conditioning["text"], self._dit.project_text(embedding[0])
