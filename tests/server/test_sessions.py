@@ -250,3 +250,29 @@ def test_a_session_that_the_engine_has_ended_is_told_and_can_be_opened_again() -
             assert refusal(ws, infer_message("robot"))[1] == CloseCode.SESSION_NOT_FOUND
         with raw_client(server.port) as ws:
             assert told(ask(ws, infer_message("robot")))[0] == 1
+
+
+def test_a_session_that_comes_to_use_while_another_makes_room_is_left_alone() -> None:
+    policy = FakePolicy(capacity=2)
+    with serving(policy) as server, raw_client(server.port) as ws, raw_client(server.port) as newcomer:
+        for name in ("a", "b"):
+            ask(ws, infer_message(name))
+            ask(ws, {"endpoint": "reset", "session_id": name})
+        first, closing, may_close = policy.live["a"], threading.Event(), threading.Event()
+        close = first.close
+
+        def slow_close(reason: str) -> None:
+            closing.set()
+            assert may_close.wait(20)
+            close(reason)
+
+        first.close = slow_close  # type: ignore[method-assign]
+        newcomer.send(pack(infer_message("c")))
+        assert closing.wait(10)
+        ws.send(pack(infer_message("b", "slow")))
+        eventually(lambda: policy.live["b"].pending is not None)
+        may_close.set()
+        assert told(receive(newcomer))[0] == 1
+        policy.release.set()
+        assert told(receive(ws))[0] == 1
+        assert [name for name, _ in policy.closed] == ["a"]

@@ -276,10 +276,12 @@ class SessionTable:
 
     async def _make_room(self) -> bool:
         """Close the sessions that hold a place but no history: opening them again is the same."""
-        empty = [entry for entry in self._entries.values() if not entry.has_history and not entry.uses]
-        for entry in empty:
-            await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
-        return bool(empty)
+        made_room = False
+        for entry in list(self._entries.values()):
+            if not entry.has_history and not entry.uses:  # now: it may have come to use while another one was closed
+                made_room = True
+                await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
+        return made_room
 
     def _with_retry_time(self, refused: AdmissionRefused) -> AdmissionRefused:
         """The refusal with the time until the next abandoned session ends, unless the engine knows better.
