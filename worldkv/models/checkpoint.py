@@ -31,6 +31,7 @@ from worldkv.models.checkpoint_folder import (
     read_json,
 )
 from worldkv.models.dreamzero_config import DiTConfig, DreamZeroConfig
+from worldkv.models.lora import Adapter, is_lora, plain_names
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Checkpoint:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     random_weights: bool  # written by random_checkpoint: nobody trained these
-    _files: Mapping[str, Path] = field(repr=False)  # tensor name -> file
+    _files: Mapping[str, Path] = field(repr=False)  # name in the file -> file
+    _stored: Mapping[str, str] = field(repr=False)  # tensor name -> its name in the file
+    _adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -83,6 +86,12 @@ class Checkpoint:
         config = DreamZeroConfig.from_json(raw)
         problems: list[str] = []
         files, shapes, dtypes = read_headers(folder, problems)
+        stored: dict[str, str] = {name: name for name in shapes}
+        adapters: dict[str, Adapter] = {}
+        if is_lora(shapes):
+            stored, adapters = plain_names(shapes, raw["action_head_cfg"]["config"].get("lora_alpha"), problems)
+            shapes = {name: shapes[origin] for name, origin in stored.items()}
+            dtypes = {name: dtypes[origin] for name, origin in stored.items()}
         conf = read_experiment_file(folder, CONF_FILE, problems)
         metadata = read_experiment_file(folder, METADATA_FILE, problems)
         if not problems:
@@ -91,12 +100,15 @@ class Checkpoint:
         image_dim = shapes[f"{DIT_PREFIX}img_emb.proj.0.weight"][0]
         config = replace(config, dit=replace(config.dit, image_dim=image_dim))
         random_weights = raw.get(RANDOM_WEIGHTS_KEY) is not None
-        return cls(folder, config, conf, metadata, shapes, dtypes, random_weights, files)
+        return cls(folder, config, conf, metadata, shapes, dtypes, random_weights, files, stored, adapters)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as stored, on the CPU. It may be a view of the file: copy before keeping it."""
-        tensor: torch.Tensor = self._handle(name).get_tensor(name)
-        return tensor
+        """The tensor as stored, or merged with its adapter, on the CPU. Perhaps a view of the file: copy it to keep."""
+        tensor = self._as_stored(self._stored.get(name, name))
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            return tensor
+        return adapter.merged(tensor, self._as_stored(adapter.down), self._as_stored(adapter.up))
 
     def read(self, source: TensorSource) -> torch.Tensor:
         """The part of a tensor that `source` describes; only that part is read from the file."""
@@ -105,9 +117,16 @@ class Checkpoint:
             return stored.reshape(stored.shape[source.squeeze :])
         assert source.squeeze == 0, "a source is split or squeezed, not both"
         rows = self.shapes[source.key][0] // source.parts
-        stored = self._handle(source.key).get_slice(source.key)
+        if source.key in self._adapters:
+            return self.tensor(source.key)[source.part * rows : (source.part + 1) * rows]
+        origin = self._stored.get(source.key, source.key)
+        stored = self._handle(origin).get_slice(origin)
         part: torch.Tensor = stored[source.part * rows : (source.part + 1) * rows]
         return part
+
+    def _as_stored(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._files:

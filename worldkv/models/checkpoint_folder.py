@@ -142,10 +142,6 @@ def read_headers(
         for name in header.keys() & set(expected) if expected else header:
             dtypes[name], shapes[name] = header[name]
             files[name] = folder / file
-    if any("base_model.model." in name or ".lora_" in name for name in shapes):
-        problems.append(
-            "the tensors are those of a LoRA run (base_model.model., lora_): merge them into the base first"
-        )
     return files, shapes, dtypes
 
 

@@ -1,0 +1,88 @@
+"""The names of a LoRA run's checkpoint as those of the model it means, and what each adapted weight adds up from.
+
+peft wraps a model: its own tensors move under `base_model.model.`, an adapted layer's weight is `X.base_layer.weight`
+beside `X.lora_A.NAME.weight` [rank, in] and `X.lora_B.NAME.weight` [out, rank]. Merged, it is W + alpha / rank * B A.
+Source: Hu et al., "LoRA" (2021). Knows names and shapes; reads no tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+_WRAPPER, _BASE = "base_model.model.", ".base_layer."
+_ADAPTER = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])(?:\.(?P<name>\w+))?\.weight")
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Stored names of the two factors, and the factor before their product."""
+
+    down: str  # A, [rank, in]
+    up: str  # B, [out, rank]
+    scale: float
+
+    def merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """float32, whatever the parts are stored in."""
+        return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scale)
+
+
+def is_lora(names: Shapes) -> bool:
+    return any(_WRAPPER in name or ".lora_" in name for name in names)
+
+
+def plain_names(shapes: Shapes, alpha: object, problems: list[str]) -> tuple[dict[str, str], dict[str, Adapter]]:
+    """(model's name -> stored name, adapted weight -> its adapter). Appends what cannot be merged to `problems`.
+
+    `alpha`: config.json's `lora_alpha`.
+    """
+    stored: dict[str, str] = {}
+    factors: dict[str, dict[str, str]] = {}
+    adapters_of: dict[str, set[str]] = {}
+    for name in shapes:
+        plain = name.replace(_WRAPPER, "", 1).replace(_BASE, ".", 1)
+        found = _ADAPTER.fullmatch(plain)
+        if found is not None:
+            weight = f"{found['layer']}.weight"
+            factors.setdefault(weight, {})[found["part"]] = name
+            adapters_of.setdefault(weight, set()).add(found["name"] or "")
+        elif ".lora_" in plain:
+            problems.append(f"{name}: this kind of adapter is not known; expected lora_A and lora_B of linear layers")
+        else:
+            stored[plain] = name
+    if factors and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0):
+        problems.append(
+            f"config.json: action_head_cfg.config.lora_alpha must say how adapters are scaled, got {alpha!r}"
+        )
+        return stored, {}
+    adapters = {}
+    for weight, parts in factors.items():
+        trouble = _trouble(weight, parts, adapters_of[weight], stored, shapes)
+        if trouble is not None:
+            problems.append(trouble)
+            continue
+        rank = shapes[parts["A"]][0]
+        adapters[weight] = Adapter(parts["A"], parts["B"], float(alpha) / rank)  # type: ignore[arg-type]
+    return stored, adapters
+
+
+def _trouble(
+    weight: str, parts: Mapping[str, str], names: set[str], stored: Mapping[str, str], shapes: Shapes
+) -> str | None:
+    """Why this weight cannot be merged."""
+    if len(names) > 1:
+        return f"{weight}: expected one adapter, got {sorted(names)}"
+    if len(parts) < 2:
+        return f"{weight}: lora_{'B' if 'A' in parts else 'A'} is missing beside {next(iter(parts.values()))}"
+    if weight not in stored:
+        return (
+            f"{weight}: the checkpoint holds its adapter but not the weight itself; merge it into the base model first"
+        )
+    base, down, up = shapes[stored[weight]], shapes[parts["A"]], shapes[parts["B"]]
+    if len(base) != 2 or len(down) != 2 or len(up) != 2 or (up[0], down[1]) != base or down[0] != up[1]:
+        return f"{weight}: {list(base)} does not fit its adapter, B {list(up)} times A {list(down)}"
+    return None
