@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with torch.no_grad():
         ceiling = matrix_ceiling(device, dtype)
-        results["ceilings"] = {"matrix_tflops": round(ceiling, 1), "copy_gb_per_s": round(copy_ceiling(device), 1)}
+        results["ceilings"] = {"matrix_tflops": round(ceiling, 4), "copy_gb_per_s": round(copy_ceiling(device), 1)}
         print(
-            "ceilings: {matrix_tflops} TFLOP/s of matrix products, {copy_gb_per_s} GB/s of copies".format(
+            "ceilings: {matrix_tflops:.4g} TFLOP/s of matrix products, {copy_gb_per_s} GB/s of copies".format(
                 **results["ceilings"]
             )
         )

@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_bench):
+    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_plan, _add_bench):
         add(commands)
     return parser
 
@@ -194,6 +194,23 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+
+
+def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "plan",
+        "How many robots one GPU serves: memory by part, sessions that fit, time of a tick.",
+        "Sizes are those of the released models; times were measured on one H200 (docs/benchmarks.md). Needs no GPU.",
+        "worldkv plan --model dreamzero-14b --memory 141 --precision fp8 --output plan.png",
+    )
+    command.add_argument("--model", choices=("dreamzero-14b", "dreamzero-5b"), default="dreamzero-14b")
+    command.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
+    command.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
+    command.add_argument("--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off")
+    command.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
+    command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+    command.add_argument("--output", type=Path, metavar="FILE", help="draw the memory as a picture (png, svg)")
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -71,9 +71,13 @@ def random_model(
 @torch.no_grad()
 def _fill(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
     """Off the meta device, in place: matrices that keep magnitudes, ones where a norm scales, zeros for biases."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # what modules share they go on sharing
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is None or not parameter.is_meta:
+            if parameter is None:
+                continue
+            if parameter in filled:
+                owner._parameters[name] = filled[parameter]
                 continue
             tensor = torch.empty(parameter.shape, device=device, dtype=dtype)
             if parameter.ndim < 2 or "norm" in type(owner).__name__.lower():
@@ -81,5 +85,5 @@ def _fill(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> 
             else:
                 fan_in = parameter[0].numel() if parameter.ndim > 2 and name != "W" else parameter.shape[-1]
                 tensor.normal_(0, fan_in**-0.5)
-            owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            owner._parameters[name] = filled[parameter] = nn.Parameter(tensor, requires_grad=False)
     return module.eval()

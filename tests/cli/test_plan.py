@@ -1,0 +1,57 @@
+"""`worldkv plan`: the sum of a GPU's memory, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("matplotlib")
+
+import torch
+
+from worldkv.bench.models import TRUE_SIZES
+from worldkv.cli.main import main
+from worldkv.cli.plan import make_plan
+from worldkv.models.random_model import random_model
+
+
+@pytest.mark.parametrize("model", ["dreamzero-14b", "dreamzero-5b"])
+def test_weights_are_those_of_the_modules(model: str) -> None:
+    made = random_model(TRUE_SIZES[model](), device="meta", dtype=torch.bfloat16)
+    plan = make_plan(model, 141, "model", None, "reset", 128)
+    assert plan.dit == 2 * sum(parameter.numel() for parameter in made._dit.parameters())
+    encoders = (made.encoders.vae.module, made.encoders.text.module, made.encoders.image.module)
+    assert plan.encoders == pytest.approx(2 * sum(p.numel() for m in encoders for p in m.parameters()), rel=1e-3)
+
+
+def test_what_the_weights_leave_is_divided_by_a_session() -> None:
+    plan = make_plan("dreamzero-14b", 141, "model", None, "reset", 128)
+    assert plan.session / 2**30 == pytest.approx(15.0, abs=0.1)
+    used = plan.dit + plan.encoders + plan.shared + plan.workspace
+    assert plan.num_sessions == (plan.memory - used) // plan.session == 5
+    assert make_plan("dreamzero-5b", 141, "model", None, "reset", 128).num_sessions > 64
+
+
+def test_fp8_and_no_guidance_make_room() -> None:
+    plain, fp8 = (make_plan("dreamzero-14b", 80, precision, None, "reset", 128) for precision in ("model", "fp8"))
+    alone = make_plan("dreamzero-14b", 80, "model", 1.0, "reset", 128)
+    products = 40 * (6 * 5120 * 5120 + 2 * 5120 * 13824)
+    assert plain.dit - fp8.dit == products
+    assert plain.num_sessions < fp8.num_sessions
+    assert alone.session < 0.55 * plain.session
+    assert alone.shared == 0, "no negative prompt"
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"), [("141", "sessions that fit"), ("48", "not one fits: try --precision fp8")]
+)
+def test_a_table_and_a_picture(memory: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "--model", "dreamzero-14b", "--memory", memory, "--output", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert says in text
+    assert "a parked session, on the host" in text
+    assert picture.stat().st_size > 5_000
