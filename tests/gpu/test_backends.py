@@ -20,6 +20,8 @@ SHAPES = {
     "a clean pass of the 14B": (40, [(1760, 2640)] * 2),
     "windows at different fills": (24, [(125, 175), (125, 475), (100, 350), (50, 50)]),
     "one short row": (4, [(3, 40)]),
+    "three rows, rounded up to four": (24, [(125, 475)] * 3),
+    "seventeen rows of three kinds": (24, [(125, 475)] * 6 + [(50, 225)] * 6 + [(100, 300)] * 5),
     "cross-attention": (24, [(125, 257)] * 6),
 }
 

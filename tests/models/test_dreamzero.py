@@ -20,6 +20,7 @@ from safetensors.torch import load_file  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.models.tick_io import Prompt, TickInputs, fill_chunk  # noqa: E402
+from worldkv.models.world_model import batches_of_alike  # noqa: E402
 from worldkv.policy.assembly import load_engine  # noqa: E402
 from worldkv.sampling.step_skipping import Steps  # noqa: E402
 
@@ -190,3 +191,20 @@ def test_a_prompt_that_comes_back_is_not_encoded_again() -> None:
     assert sum(calls) == 2, "the prompt and the negative one, once each"
     assert np.array_equal(results[0].actions, results[1].actions)
     engine.shutdown()
+
+
+def test_a_traced_tick_shows_its_text_even_where_others_had_it_encoded() -> None:
+    engine = make_engine(max_sessions=2)
+    engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
+    seen: set[str] = set()
+    engine.submit(engine.open_session(), make_inputs(engine, 0, 1, trace=lambda name, _: seen.add(name))).result()
+    assert {"prompt.conditional.embedding", "prompt.unconditional.embedding"} <= seen
+    assert engine.stats().conditioning_misses == 3
+    engine.shutdown()
+
+
+def test_large_inputs_are_encoded_in_smaller_batches() -> None:
+    small, large = (torch.zeros(1, 4),), (torch.zeros(1, 40),)
+    payloads = [small, large, small, large, small, large]
+    assert batches_of_alike(payloads, 80) == [[0, 2, 4], [1, 3], [5]]
+    assert batches_of_alike(payloads, 1) == [[0], [2], [4], [1], [3], [5]]

@@ -2,6 +2,9 @@
 
 Kernels read whole blocks or tiles and mask what lies past a row's n: those slots must be finite. They are the row's
 own (the rest of its last block, and that block again), never a free block's.
+
+The number of rows is rounded up to a power of two with rows that ask nothing: batches of many sessions are composed in
+many ways, and what is built per shape (cuDNN's plans, CUDA graphs) is then built for few.
 """
 
 from __future__ import annotations
@@ -20,22 +23,23 @@ from worldkv.kv.upload import upload
 
 _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
 
-ShapeClass = tuple[
-    int, int, bool, int
-]  # rows, most queries of a row, whether rows differ in queries, blocks of a table
+# rows, most queries of a row, whether rows differ in queries, blocks of a table
+ShapeClass = tuple[int, int, bool, int]
 
 
 class PagedPlan:
     """On the device: `tables` int32 [rows, blocks], `lengths` int32 [2, rows] of queries and of keys, `starts` int32
-    [rows + 1] of queries."""
+    [rows + 1] of queries; rows rounded up."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
         self.storage = storage
-        lengths = np.array([[row.num_queries for row in rows], [row.num_visible for row in rows]], dtype=np.int32)
-        tables = _block_tables(rows, storage.block_size)
+        lengths = np.zeros((2, _round_up(len(rows))), dtype=np.int32)
+        lengths[:, : len(rows)] = [[row.num_queries for row in rows], [row.num_visible for row in rows]]
+        lengths[1, len(rows) :] = 1  # of the first row's first block, for no query
+        tables = _block_tables(rows, lengths.shape[1], storage.block_size)
         most_queries = int(lengths[0].max())
         is_ragged = bool((lengths[0] != most_queries).any())
-        self.shape_class: ShapeClass = (len(rows), most_queries, is_ragged, tables.shape[1])
+        self.shape_class: ShapeClass = (len(tables), most_queries, is_ragged, tables.shape[1])
         self.tables = upload(tables, storage.device)
         self.lengths = upload(lengths, storage.device)
         self.starts = upload(np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int32), storage.device)
@@ -73,10 +77,10 @@ class PagedPlan:
         raise NotImplementedError
 
 
-def _block_tables(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray:
+def _block_tables(rows: Sequence[AttentionRow], num_tables: int, block_size: int) -> np.ndarray:
     most_keys = max(_LEAST_KEYS, *(row.num_visible for row in rows))
-    tables = np.zeros((len(rows), _round_up(blocks_for(most_keys, block_size))), dtype=np.int32)
-    for table, row in zip(tables, rows, strict=True):
+    tables = np.full((num_tables, _round_up(blocks_for(most_keys, block_size))), rows[0].blocks[0], dtype=np.int32)
+    for table, row in zip(tables, rows, strict=False):
         used = row.blocks[: blocks_for(row.num_visible, block_size)]
         table[: len(used)], table[len(used) :] = used, used[-1]
     return tables

@@ -178,10 +178,10 @@ def contradictions(
     num_layers = 1 + max((int(found[1]) for name in shapes if (found := block.match(name))), default=-1)
     if num_layers != config.dit.num_layers:
         problems.append(f"config.json says num_layers {config.dit.num_layers}, the tensors have {num_layers} blocks")
-    return list(dict.fromkeys(problems)) + _imagecontradictions(config, conf)
+    return list(dict.fromkeys(problems)) + _image_contradictions(config, conf)
 
 
-def _imagecontradictions(config: DreamZeroConfig, conf: Mapping[str, Any]) -> list[str]:
+def _image_contradictions(config: DreamZeroConfig, conf: Mapping[str, Any]) -> list[str]:
     """Tokens per frame cannot be read off any tensor, but they follow from the size of the tiled image."""
     sizes: dict[str, tuple[int, int]] = {}  # where it is said -> height, width
     if config.target_video_height and config.target_video_width:

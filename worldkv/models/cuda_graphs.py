@@ -1,8 +1,9 @@
 """A WanDiT's blocks, and encoders, as CUDA graphs: what the host would launch kernel by kernel is one launch.
 
 A graph is captured when its shape comes for the second time; the first time runs as usual, which also compiles what
-has to be compiled. A filling window, its wrap and its steady state differ in tables and lengths only, which are copied
-into the graph's own tensors. Knows no rows and no sessions.
+has to be compiled. A shape so rare that many others come in between is not captured. A filling window, its wrap and its
+steady state differ in tables and lengths only, which are copied into the graph's own tensors. Knows no rows and no
+sessions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +20,29 @@ from worldkv.models.rotary import Phases
 from worldkv.models.wan_dit import ForwardPlans, RunBlocks
 
 _MAX_GRAPHS = 64
+
+
+@cache
+def _memory_pool() -> Any:
+    """One for all graphs: no two of them ever run at the same time, and what they return is copied out."""
+    return torch.cuda.graph_pool_handle()
+
+
+class _Recent:
+    """The shapes that came last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._shapes: OrderedDict[Hashable, None] = OrderedDict()
+
+    def seen(self, shape: Hashable) -> bool:
+        """Whether it is among them; now it is."""
+        known = shape in self._shapes
+        self._shapes[shape] = None
+        self._shapes.move_to_end(shape)
+        if len(self._shapes) > self._most:
+            self._shapes.popitem(last=False)
+        return known
 
 
 @dataclass(frozen=True)
@@ -35,10 +60,9 @@ class GraphedBlocks:
     def __init__(self, blocks: RunBlocks, max_tokens: int = 4096) -> None:
         self._blocks = blocks
         self._max_tokens = max_tokens
-        self._seen: set[Hashable] = set()
+        self._recent = _Recent(_MAX_GRAPHS)
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
         self.num_captured = 0  # so far
-        self._memory: Any = None  # one pool for all: they never run at the same time
 
     def __call__(
         self,
@@ -50,8 +74,7 @@ class GraphedBlocks:
     ) -> torch.Tensor:
         """What comes back stands in the graph's own tensor until its next replay."""
         key = self._key(x, modulation_U6, plans)
-        if key is None or key not in self._seen:
-            self._seen.add(key)
+        if key is None or not self._recent.seen(key):
             return self._blocks(x, modulation_U6, level_T, phases, plans)
         captured = self._captured.get(key)
         if captured is None:
@@ -82,9 +105,8 @@ class GraphedBlocks:
         own_plans = ForwardPlans(*(plan.with_own_tensors() for plan in _plans(plans)))
         own = [tensor.clone() for tensor in (x, modulation_U6, level_T, *phases)]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=_memory_pool()):
             self._blocks(own[0], own[1], own[2], (own[3], own[4]), own_plans)
-        self._memory = self._memory or graph.pool()
         self.num_captured += 1
         return _Captured(graph, _inputs(own[0], own[1], own[2], (own[3], own[4]), own_plans))
 
@@ -98,18 +120,17 @@ class GraphedCall:
     def __init__(self, function: Callable[..., torch.Tensor], max_graphs: int = 8) -> None:
         self._function = function
         self._max_graphs = max_graphs
-        self._seen: set[Hashable] = set()
+        self._recent = _Recent(max_graphs)
         self._captured: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]]
         self._captured = OrderedDict()
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        if not tensors[0].is_cuda or key not in self._seen:
-            self._seen.add(key)
+        if not tensors[0].is_cuda or not self._recent.seen(key):
             return self._function(*tensors)
         if key not in self._captured:
             own, graph = [tensor.clone() for tensor in tensors], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=_memory_pool()):
                 output = self._function(*own)
             self._captured[key] = (graph, own, output)
             while len(self._captured) > self._max_graphs:

@@ -27,12 +27,13 @@ from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.tick_io import Prompt, TickInputs, TickResult, Trace, check_inputs, fill_chunk
 from worldkv.models.wan_dit import ForwardPlans, WanDiT, num_draft_tokens
 from worldkv.models.wan_encoders import WanEncoders
-from worldkv.models.world_model import EncodeRequest, ForwardRequest, ForwardRow, Request, RowOutput
+from worldkv.models.world_model import EncodeRequest, ForwardRequest, ForwardRow, Request, RowOutput, batches_of_alike
 from worldkv.sampling.step_skipping import StepChooser, Steps, check_steps
 from worldkv.sampling.unipc import SolverState, UniPCSchedule
 
 CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
+_MOST_NUMBERS, _MOST_LATENTS = 1 << 24, 1 << 18  # of an encoder's, a decoder's input at once: they need room to work in
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
 
 
@@ -115,16 +116,13 @@ class DreamZero:
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
-        """Run one encoder; payloads of equal shapes are one batch. Outputs carry a batch axis of 1.
+        """Run one encoder; payloads of equal shapes are batched, large ones less. Outputs carry a batch axis of 1.
 
         A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask; on the host), "image"
         pixels [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
         """
-        groups: dict[Any, list[int]] = {}
-        for index, payload in enumerate(payloads):
-            groups.setdefault(tuple(tensor.shape for tensor in payload), []).append(index)
         outputs: list[Any] = [None] * len(payloads)
-        for indices in groups.values():
+        for indices in batches_of_alike(payloads, _MOST_LATENTS if encoder == "decode" else _MOST_NUMBERS):
             batch = [torch.cat(parts) for parts in zip(*(payloads[index] for index in indices), strict=True)]
             for index, output in zip(indices, torch.split(self._encode[encoder](*batch), 1), strict=True):
                 outputs[index] = output
@@ -215,8 +213,8 @@ class DreamZero:
             state = kv.branches[branch].conditioning.get("text")
             if state is not None and state.key == key:
                 continue
-            entry = cache.conditioning.acquire(key)  # never held over a yield: a failing tick would leak it
-            if entry is None:
+            entry = cache.conditioning.acquire(key) if inputs.trace is None else None
+            if entry is None:  # else it is never held over a yield: a failing tick would leak it
                 embedding = self._embeddings.get(key)
                 if embedding is None:
                     embedding = yield EncodeRequest("text", tuple(torch.from_numpy(part) for part in prompt))

@@ -80,3 +80,15 @@ class WorldModel(Protocol):
     def forward(self, cache: KVCache, rows: Sequence[ForwardRow]) -> list[RowOutput]: ...
 
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[Any]: ...
+
+
+def batches_of_alike(payloads: Sequence[Any], most_numbers: int) -> list[list[int]]:
+    """Indices of payloads of equal shapes, as many at once as hold no more numbers than that (one always does)."""
+    groups: dict[Any, list[int]] = {}
+    for index, payload in enumerate(payloads):
+        groups.setdefault(tuple(tensor.shape for tensor in payload), []).append(index)
+    batches = []
+    for shapes, alike in groups.items():
+        most = max(1, most_numbers // max(1, *(shape.numel() for shape in shapes)))
+        batches += [alike[start : start + most] for start in range(0, len(alike), most)]
+    return batches
