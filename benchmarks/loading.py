@@ -8,6 +8,7 @@ Writes the folder with random numbers where it is not there yet. Prints one line
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import threading
@@ -40,11 +41,9 @@ def main() -> None:
     forget(files)
     result["disk_gb_per_s"] = round(read_rate(files[0]), 2)
     print(result, flush=True)
-    for name in ("cold", "warm", "cold_with_reader"):
-        if name != "warm":
+    for name in ("cold", "warm"):
+        if name == "cold":
             forget(files)
-        if name == "cold_with_reader":
-            threading.Thread(target=lambda: [read_rate(path) for path in files], daemon=True).start()
         with watched() as seen:
             config = EngineConfig(max_sessions=None if arguments.device == "cuda" else 1)
             engine = load_engine(arguments.folder, config, device=arguments.device, dtype=torch.bfloat16)
@@ -53,6 +52,7 @@ def main() -> None:
         result["capacity"] = engine.capacity().explain()
         engine.shutdown()
         del engine
+        gc.collect()
         print(result, flush=True)
     print(json.dumps(result))
 

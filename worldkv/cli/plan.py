@@ -24,8 +24,8 @@ class Rate:
 _RATES = {
     ("dreamzero-14b", "model"): Rate(1.58, 0.64),
     ("dreamzero-14b", "fp8"): Rate(1.10, 0.91),
-    ("dreamzero-5b", "model"): Rate(0.077, 22.0),
-    ("dreamzero-5b", "fp8"): Rate(0.075, 22.0),
+    ("dreamzero-5b", "model"): Rate(0.073, 23.0),
+    ("dreamzero-5b", "fp8"): Rate(0.074, 23.0),
 }
 
 
