@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from worldkv.cli.synthetic import CONTROL_HZ, HOME, JOINT_HIGH, MAX_SPEED, SyntheticArm, _forward_kinematics
-from worldkv.policy.observation import OBSERVATION_NAMES
+from worldkv.policy.embodiment_file import packaged
 
 CAMERAS = ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
 
@@ -33,8 +33,8 @@ def test_an_observation_has_roboarena_names_and_one_frame_after_a_reset(arm: Syn
         assert image.std() > 20, f"{camera} shows next to nothing"
     assert np.array_equal(observation["observation/joint_position"], HOME)
     assert observation["observation/gripper_position"].tolist() == [0.0]
-    names = OBSERVATION_NAMES["oxe_droid"]
-    assert set(observation) == {*names.cameras.values(), *names.state.values(), "prompt"}
+    droid = packaged()["oxe_droid"]
+    assert set(observation) == {*(entry.field for entry in (*droid.cameras, *droid.state)), "prompt"}
 
 
 def test_the_joints_follow_the_actions_at_the_speed_they_can(arm: SyntheticArm) -> None:

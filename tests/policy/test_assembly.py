@@ -1,7 +1,12 @@
-"""How large a cache becomes."""
+"""How large a cache becomes, and how a checkpoint and a robot are brought together."""
 
 from __future__ import annotations
 
+import warnings
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,9 +15,12 @@ pytest.importorskip("diffusers")
 from engines import make_engine  # noqa: E402
 
 from worldkv.engine.engine import EngineConfig  # noqa: E402
+from worldkv.errors import CheckpointError  # noqa: E402
 from worldkv.models.dreamzero import kv_spec  # noqa: E402
 from worldkv.models.dreamzero_config import dreamzero_14b  # noqa: E402
+from worldkv.models.random_checkpoint import write_random_checkpoint  # noqa: E402
 from worldkv.policy import assembly  # noqa: E402
+from worldkv.policy.assembly import load_policy  # noqa: E402
 
 
 def test_without_a_number_of_sessions_the_cache_takes_what_is_free_beside_room_to_work_in(
@@ -38,3 +46,28 @@ def test_without_a_gpu_the_number_of_sessions_has_to_be_said() -> None:
 def test_float8_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="precision: expected 'model' without a GPU"):
         make_engine("ti2v", precision="fp8")
+
+
+def test_an_embodiment_file_stands_in_for_conf_yaml_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = write_random_checkpoint(tmp_path / "droid", view_height=16, view_width=24)
+    text = (resources.files("worldkv.policy") / "embodiments" / "oxe_droid.yaml").read_text()
+    own = tmp_path / "own.yaml"
+    own.write_text(text.replace("view_size: [176, 320]", "view_size: [16, 24]"))
+    actions = []
+    for embodiment in (None, own):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the byte-level tokenizer
+            policy = load_policy(checkpoint, EngineConfig(max_sessions=1), embodiment=embodiment)
+        raw = policy._preparation.synthetic_observation(1)
+        actions.append(policy.open_session().infer(raw).result().actions)
+        policy.close()
+        policy.engine.shutdown()
+        (checkpoint / "experiment_cfg" / "conf.yaml").unlink(missing_ok=True)
+    assert np.array_equal(*actions)
+    with pytest.raises(CheckpointError, match=r"conf\.yaml is missing.*--embodiment"):
+        load_policy(checkpoint)
+    with pytest.raises(CheckpointError, match="view_size makes an image of 352 x 640 pixels, 880 tokens"):
+        load_policy(checkpoint, embodiment="oxe_droid")
+    own.write_text(own.read_text().replace("frames_per_tick: 4", "frames_per_tick: 5"))
+    with pytest.raises(CheckpointError, match=r"frames_per_tick: expected one of \[4, 8\]"):
+        load_policy(checkpoint, embodiment=own)

@@ -12,7 +12,6 @@ import pytest
 
 from worldkv.errors import CheckpointError
 from worldkv.policy.experiment_cfg import read_embodiment
-from worldkv.policy.prompts import PROMPT_TEMPLATES
 
 
 def _step(conf: dict[str, Any], name: str) -> dict[str, Any]:
@@ -122,8 +121,12 @@ def test_an_order_that_contradicts_the_modalities_is_refused() -> None:
 
 def test_empty_files_and_unknown_tags_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"conf\.yaml: transforms: missing"):
-        read_embodiment({}, {})
-    with pytest.raises(CheckpointError, match="no prompt template is known for 'unicycle'"):
+        read_embodiment({"action_horizon": 6}, fakes.metadata())
+    with pytest.raises(CheckpointError, match=r"conf\.yaml is missing: .* give --embodiment NAME or FILE"):
+        read_embodiment({}, fakes.metadata())
+    with pytest.raises(CheckpointError, match=r"metadata\.json is missing"):
+        read_embodiment(fakes.conf(), {})
+    with pytest.raises(CheckpointError, match=r"nothing is known of a robot 'unicycle'"):
         read_embodiment(fakes.conf(), fakes.metadata(), "unicycle")
 
 
@@ -152,16 +155,3 @@ def test_rotations_and_unknown_normalisations_are_refused() -> None:
         read_embodiment(conf, fakes.metadata())
     assert "target_rotations: expected none" in str(caught.value)
     assert "expected one of none, q99, mean_std, min_max, scale, binary, got 'q95'" in str(caught.value)
-
-
-def test_prompt_templates_have_the_instruction_where_the_model_was_trained_on_it() -> None:
-    assert {tag: template.count("{p}") for tag, template in PROMPT_TEMPLATES.items()} == {
-        "oxe_droid": 2,
-        "agibot": 2,
-        "xdof": 2,
-        "yam": 2,
-        "gr1_unified": 1,
-        "mecka_hands": 1,
-    }
-    assert PROMPT_TEMPLATES["oxe_droid"].startswith("A multi-view video shows that a robot {p} The video is ")
-    assert PROMPT_TEMPLATES["oxe_droid"].endswith("may be a black screen (dropped view). The robot {p}")

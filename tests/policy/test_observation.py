@@ -19,7 +19,7 @@ GRIPPER = "observation__gripper_position"
 
 
 def _read(num_frames: int | None = 1, **changes: Any) -> Observation:
-    return read_observation(fakes.observation(num_frames=num_frames, **changes), fakes.embodiment(), 4)
+    return read_observation(fakes.observation(num_frames=num_frames, **changes), fakes.embodiment())
 
 
 def _image(height: int = 180, width: int = 320, value: int = 9) -> np.ndarray:
@@ -28,7 +28,7 @@ def _image(height: int = 180, width: int = 320, value: int = 9) -> np.ndarray:
 
 def test_exterior_cameras_are_off_by_one_and_the_newest_frames_are_kept() -> None:
     raw = fakes.observation(num_frames=6)
-    read = read_observation(raw, fakes.embodiment(), 4)
+    read = read_observation(raw, fakes.embodiment())
     assert read.num_frames == 4
     for camera, field in (
         ("exterior_image_1_left", "exterior_image_0_left"),
@@ -122,6 +122,6 @@ def test_a_resized_camera_keeps_its_content() -> None:
 
 def test_the_recorded_resolution_is_accepted_where_the_model_overrides_it() -> None:
     robot = read_embodiment(fakes.conf(), fakes.metadata(), camera_size=(160, 320))
-    read = read_observation(fakes.observation(), robot, 4)
+    read = read_observation(fakes.observation(), robot)
     assert read.frames["wrist_image_left"].shape == (1, 160, 320, 3)
     assert len(read.warnings) == 3

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import replace
 
 import numpy as np
 import policy_fakes as fakes
@@ -397,8 +396,3 @@ def test_it_is_ready_after_warming_up_in_a_session_that_is_gone(policy: Policy, 
     assert policy.health().ready
     assert [len(inputs.frames) for _, inputs in engine.submitted] == [1, 4]
     assert [session.closed_for for session in engine.sessions] == ["warm-up done"]
-
-
-def test_a_robot_without_known_observation_names_is_refused(engine: fakes.FakeEngine) -> None:
-    with pytest.raises(ValueError, match=r"expected one that can be served .*, got 'yam'"):
-        Policy(engine, replace(fakes.embodiment(), tag="yam"), fakes.FakeTokenizer())

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worldkv.policy.embodiment import Normalisation, Quantity
+from worldkv.policy.embodiment_file import packaged
 from worldkv.policy.experiment_cfg import read_embodiment
-from worldkv.policy.prompts import PROMPT_TEMPLATES
 from worldkv.policy.transforms import (
     absolute_actions,
     denormalise,
@@ -167,5 +167,5 @@ def test_an_instruction_is_lower_cased_and_unpacked_but_never_run(prompt: str, i
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_can_be_an_instruction(prompt: str) -> None:
-    text = format_prompt(prompt, PROMPT_TEMPLATES["oxe_droid"])
+    text = format_prompt(prompt, packaged()["oxe_droid"].prompt)
     assert text.startswith("A multi-view video shows that a robot ")

@@ -128,7 +128,7 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
         return load_policy(
             checkpoint,
             config,
-            embodiment_tag=arguments.embodiment,
+            embodiment=arguments.embodiment,
             device=device,
             dtype=choose_dtype(arguments.dtype, device),
             steps=int(arguments.steps) if arguments.steps.isdigit() else arguments.steps,

@@ -30,7 +30,7 @@ from worldkv.models.checkpoint_folder import (
 from worldkv.models.dreamzero import kv_spec
 from worldkv.models.dreamzero_config import DreamZeroConfig
 from worldkv.models.tokenizer import find_tokenizer
-from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.policy.assembly import checkpoint_embodiment
 
 _PARTS = {
     "action_head.model.": "world model (DiT)",
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config is not None:
         _show_model(folder, config)
         _show_cache(config, arguments.block_size)
-    _show_embodiments(folder, config, problems)
+    _show_embodiments(folder, config, arguments.embodiment, problems)
     _show_tokenizer(folder)
     with spinner("checking every tensor's name and shape"):
         problems.of(lambda: _check_tensors(folder))
@@ -161,23 +161,23 @@ def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
         )
 
 
-def _show_embodiments(folder: Path, config: DreamZeroConfig | None, problems: _Problems) -> None:
-    """Each embodiment with statistics, and whether it can be served."""
+def _show_embodiments(folder: Path, config: DreamZeroConfig | None, name: str | None, problems: _Problems) -> None:
+    """Each embodiment with statistics, or the one that is asked for, and whether it can be served."""
     found: list[str] = []
     conf = read_experiment_file(folder, CONF_FILE, found)
     metadata = read_experiment_file(folder, METADATA_FILE, found)
     problems.texts += found
     _heading(f"embodiments  {', '.join(metadata) or 'none'}")
-    size = None
-    if config is not None and config.target_video_height and config.target_video_width:
-        size = (config.target_video_height, config.target_video_width)
-    for tag in metadata if conf else ():
-        robot = problems.of(lambda tag=tag: read_embodiment(conf, metadata, tag, camera_size=size))  # type: ignore[misc]
+    if config is None:
+        return
+    for tag in metadata if conf and name is None else [name]:
+        robot = problems.of(lambda tag=tag: checkpoint_embodiment(config, conf, metadata, tag))  # type: ignore[misc]
         if robot is None:
             continue
         cameras = ", ".join(f"{camera.name} {camera.width} x {camera.height}" for camera in robot.cameras)
         state = ", ".join(f"{quantity.key} {quantity.dim}" for quantity in robot.state)
         actions = ", ".join(f"{q.key} {q.dim}{' (relative)' if q.relative else ''}" for q in robot.actions)
+        tag = robot.tag
         _show({f"{tag} cameras": cameras, f"{tag} state": state, f"{tag} actions": f"{actions}, {robot.fps:g} Hz"})
 
 

@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_plan, _add_bench):
+    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_embodiments, _add_plan, _add_bench):
         add(commands)
     return parser
 
@@ -59,7 +59,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
     )
-    group.add_argument("--embodiment", default="oxe_droid", metavar="TAG", help="robot of experiment_cfg (oxe_droid)")
+    _add_embodiment(group)
     group.add_argument(
         "--steps",
         default="8",
@@ -68,6 +68,14 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+    )
+
+
+def _add_embodiment(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--embodiment",
+        metavar="NAME",
+        help="the robot: a packaged one (see `worldkv embodiments`) or a yaml file of your own (the checkpoint's)",
     )
 
 
@@ -194,6 +202,19 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
+    _add_embodiment(command)
+
+
+def _add_embodiments(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "embodiments",
+        "List the robots that come with worldkv, show one's file, or check a file of your own.",
+        "A file says how a robot's cameras, state and actions are named, ordered, scaled and tiled, and what the\n"
+        "model is told about them. docs/embodiments.md describes it; copy one that is near to yours.",
+        "worldkv embodiments oxe_droid > my_robot.yaml",
+    )
+    command.add_argument("name", nargs="?", metavar="NAME", help="a packaged one to print, or a file to check")
 
 
 def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -24,8 +24,7 @@ from worldkv.models.encoder_keys import LATENT_MEAN, LATENT_STD
 from worldkv.models.encoder_sizes import read_sizes
 from worldkv.models.tick_io import Prompt, TickInputs
 from worldkv.models.tokenizer import ByteTokenizer
-from worldkv.policy.assembly import load_engine
-from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.policy.assembly import checkpoint_embodiment, load_engine
 from worldkv.policy.transforms import absolute_actions, normalise_state, prepare_view, tile_views
 from worldkv.sampling.step_skipping import FIXED_STEPS, Steps
 
@@ -218,7 +217,7 @@ def _verify_policy(folder: Path, checkpoint: Checkpoint) -> bool:
     if not path.is_file():
         return True
     recorded = {name: tensor.numpy() for name, tensor in load_file(path).items()}
-    embodiment = read_embodiment(checkpoint.conf, checkpoint.metadata)
+    embodiment = checkpoint_embodiment(checkpoint.config, checkpoint.conf, checkpoint.metadata)
     views = [prepare_view(recorded[f"camera.{camera.name}"], embodiment) for camera in embodiment.cameras]
     tiled = tile_views(views, embodiment.layout)
     state = {quantity.key: recorded[f"state.{quantity.key}"] for quantity in embodiment.state}

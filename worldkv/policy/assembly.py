@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from worldkv.attention.backend import check_name, choose_backend
 from worldkv.engine.engine import Engine, EngineConfig
+from worldkv.errors import CheckpointError
 from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
@@ -18,13 +20,15 @@ from worldkv.models.checkpoint import Checkpoint, load_module
 from worldkv.models.checkpoint_folder import DIT_PREFIX
 from worldkv.models.cuda_graphs import GraphedBlocks
 from worldkv.models.dreamzero import DreamZero
+from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
 from worldkv.models.encoder_sizes import ImageAttention, read_sizes
 from worldkv.models.fused import FusedBlocks, Precision
 from worldkv.models.tick_io import Prompt
 from worldkv.models.tokenizer import Tokenizer, load_tokenizer
 from worldkv.models.wan_dit import WanDiT
 from worldkv.models.wan_encoders import check_all_tensors, load_encoders
-from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.policy.embodiment import Embodiment
+from worldkv.policy.experiment_cfg import ModelSizes, find_embodiment, read_embodiment
 from worldkv.policy.policy import Policy
 from worldkv.policy.prompts import NEGATIVE_PROMPT
 from worldkv.sampling.step_skipping import Steps
@@ -117,7 +121,7 @@ def load_policy(
     checkpoint: Checkpoint | Path | str,
     config: EngineConfig | None = None,
     *,
-    embodiment_tag: str = "oxe_droid",
+    embodiment: str | Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     steps: Steps = 8,
@@ -125,14 +129,14 @@ def load_policy(
     precision: Precision = "model",
     progress: Progress | None = None,
 ) -> Policy:
-    """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down."""
+    """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down.
+
+    `embodiment`: see `checkpoint_embodiment`.
+    """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
     model = checkpoint.config
-    camera_size = None
-    if model.target_video_height is not None and model.target_video_width is not None:
-        camera_size = (model.target_video_height, model.target_video_width)
-    embodiment = read_embodiment(checkpoint.conf, checkpoint.metadata, embodiment_tag, camera_size=camera_size)
+    robot = checkpoint_embodiment(model, checkpoint.conf, checkpoint.metadata, embodiment)
     vocab_size = read_sizes(checkpoint).text.vocab_size
     tokenizer = load_tokenizer(checkpoint.folder, model.dit.text_len, vocab_size)
     engine = load_engine(
@@ -146,4 +150,32 @@ def load_policy(
         precision=precision,
         progress=progress,
     )
-    return Policy(engine, embodiment, tokenizer)
+    return Policy(engine, robot, tokenizer)
+
+
+def checkpoint_embodiment(
+    model: DreamZeroConfig, conf: Mapping[str, Any], metadata: Mapping[str, Any], name: str | Path | None = None
+) -> Embodiment:
+    """The robot that a checkpoint is for. `name`: a packaged embodiment, a tag in metadata.json, or a file; None is the
+    checkpoint's own. Raises CheckpointError with all that is missing or contradicts itself."""
+    camera_size = None
+    if model.target_video_height is not None and model.target_video_width is not None:
+        camera_size = (model.target_video_height, model.target_video_width)
+    sizes = ModelSizes(model.action_horizon, model.dit.max_state_dim, model.dit.action_dim, model.dit.text_len)
+    tag, file = find_embodiment(name, conf, metadata)
+    robot = read_embodiment(conf, metadata, tag, file=file, sizes=sizes, camera_size=camera_size)
+    stride, (_, patch_height, patch_width) = model.dit.pixel_stride, model.dit.patch_size
+    height, width = camera_size or robot.image_size
+    tokens = (height // stride // patch_height) * (width // stride // patch_width)
+    if tokens != model.dit.frame_tokens:
+        raise CheckpointError(
+            f"embodiment {robot.tag!r}: view_size makes an image of {height} x {width} pixels, {tokens} tokens, but "
+            f"config.json says frame_seqlen {model.dit.frame_tokens}"
+        )
+    counts = [VAE_TEMPORAL_STRIDE * n for n in range(1, model.frames_per_chunk + 1) if model.frames_per_chunk % n == 0]
+    if robot.frames_per_tick not in counts:
+        raise CheckpointError(
+            f"embodiment {robot.tag!r}: frames_per_tick: expected one of {counts} for this model, got "
+            f"{robot.frames_per_tick}"
+        )
+    return robot

@@ -1,7 +1,8 @@
-"""A robot as a model sees it: cameras, state and action vectors with their statistics, the prompt's template.
+"""A robot as a model sees it and as the wire names it: cameras, state and action vectors with their statistics, the
+prompt's template.
 
-Frozen data. Does not know where it was read from (`experiment_cfg.py`), what a pixel is (`transforms.py`) or
-what a session is (`policy.py`).
+Frozen data. Does not know where it was read from (`experiment_cfg.py`, `embodiment_file.py`), what a pixel is
+(`transforms.py`) or what a session is (`policy.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Layout = Literal["single", "wrist_over_exteriors", "grid"]
 class Camera:
     """One view. `height`, `width`: pixels expected of clients; `recorded_*`: of the training recordings.
 
-    They differ only where config.json overrides the resolution (the 5B kind); clients may then send either.
+    They differ only where config.json overrides the resolution (the 5B kind); clients may then send either. `field`:
+    its name in an observation. `optional`: training saw a black screen in its place at times.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Camera:
     width: int
     recorded_height: int
     recorded_width: int
+    field: str
+    optional: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,8 @@ class Quantity:
     `statistics`: read-only float64 arrays by name, [dim], or [steps, dim]: one row per step of the horizon.
     `relative`: the model predicts the difference to the last observed state of the same key.
     `training_range`: (min, max), each [dim], of the training data, where the checkpoint states it.
+    `field`: a state's name in an observation. `allowed`: (low, high) of what it may be, in place of the training's
+    range; `meaning` says what the ends are.
     """
 
     key: str
@@ -45,6 +51,18 @@ class Quantity:
     statistics: Mapping[str, np.ndarray]
     relative: bool = False
     training_range: tuple[np.ndarray, np.ndarray] | None = None
+    field: str = ""
+    allowed: tuple[float, float] | None = None
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class RoboArena:
+    """What the RoboArena dialect's greeting says of this robot."""
+
+    needs_wrist_camera: bool
+    n_external_cameras: int
+    action_space: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +71,9 @@ class Embodiment:
 
     `cameras`, `state`, `actions`: in the order in which the model concatenates them. `crop_scale`: side of
     the centre crop relative to the image's. `view_height`, `view_width`: pixels of one view after the resize.
-    `fps`: control and recording rate in Hz.
+    `layout`: how the views share the model's image; `transforms.tile_views` draws it. `fps`: control and recording
+    rate in Hz. `frames_per_tick`: of each camera, in every tick but the first after an opening or a reset, which has
+    one.
     """
 
     tag: str
@@ -69,18 +89,14 @@ class Embodiment:
     text_len: int
     prompt_template: str
     fps: float
+    layout: Layout
+    frames_per_tick: int
+    roboarena: RoboArena
 
     @property
     def action_dim(self) -> int:
         """Numbers in one robot action; the model's own action vector is padded to `max_action_dim`."""
         return sum(quantity.dim for quantity in self.actions)
-
-    @property
-    def layout(self) -> Layout:
-        """How the views share the model's image; `transforms.tile_views` draws it."""
-        if self.tag == "oxe_droid":
-            return "wrist_over_exteriors"
-        return "single" if len(self.cameras) == 1 else "grid"
 
     @property
     def image_size(self) -> tuple[int, int]:

@@ -1,15 +1,14 @@
 """Checks what a robot sent and reads it: camera frames, joint state, prompt.
 
-What cannot be served raises BadRequest (field, expected, got, what to change). What can be served but is
-probably a mistake, such as a black camera or joints in degrees, becomes a warning. Does not know sessions:
-the caller decides which warnings are news.
+Where things stand in an observation is the embodiment's to say. What cannot be served raises BadRequest (field,
+expected, got, what to change). What can be served but is probably a mistake, such as a black camera or joints in
+degrees, becomes a warning. Does not know sessions: the caller decides which warnings are news.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,37 +20,7 @@ from worldkv.policy.transforms import resize_frames
 MAX_PROMPT_CHARACTERS = 4096
 _ASPECT_TOLERANCE = 0.01  # relative; 1% forgives sizes that were rounded to even numbers
 _RANGE_MARGIN = 0.05  # of the training range's width
-_GRIPPER_MARGIN = 0.01
-
-
-@dataclass(frozen=True)
-class ObservationNames:
-    """Where an embodiment's cameras and state keys stand in an observation."""
-
-    cameras: Mapping[str, str]
-    state: Mapping[str, str]
-    droppable: frozenset[str]  # cameras that training saw as a black screen
-    gripper: str  # the state key that runs from 0, open, to 1, closed
-
-
-# RoboArena's names. Its exterior numbers are one less than the model's, on purpose.
-OBSERVATION_NAMES: Mapping[str, ObservationNames] = MappingProxyType(
-    {
-        "oxe_droid": ObservationNames(
-            cameras={
-                "exterior_image_1_left": "observation/exterior_image_0_left",
-                "exterior_image_2_left": "observation/exterior_image_1_left",
-                "wrist_image_left": "observation/wrist_image_left",
-            },
-            state={
-                "joint_position": "observation/joint_position",
-                "gripper_position": "observation/gripper_position",
-            },
-            droppable=frozenset({"exterior_image_2_left"}),
-            gripper="gripper_position",
-        )
-    }
-)
+_ALLOWED_MARGIN = 0.01  # of the allowed range's width
 
 
 @dataclass(frozen=True)
@@ -69,26 +38,25 @@ class Observation:
     warnings: Mapping[str, str]
 
 
-def read_observation(observation: Mapping[str, Any], embodiment: Embodiment, max_frames: int) -> Observation:
-    """The observation, with at most the newest `max_frames` frames per camera. Raises BadRequest."""
-    names = OBSERVATION_NAMES[embodiment.tag]
+def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> Observation:
+    """The observation, with at most the newest frames that one tick takes. Raises BadRequest."""
     warnings: dict[str, str] = {}
     stacks: dict[Camera, np.ndarray] = {}
     for camera in embodiment.cameras:
-        field = names.cameras[camera.name]
-        if observation.get(field) is None and camera.name in names.droppable:
-            warnings[f"{field} missing"] = f"{field} is missing: the model sees a black view in its place"
+        if observation.get(camera.field) is None and camera.optional:
+            warnings[f"{camera.field} missing"] = f"{camera.field} is missing: the model sees a black view in its place"
         else:
-            stacks[camera] = _frame_stack(_require(observation, field), field, camera)
-    lengths = {names.cameras[camera.name]: len(stack) for camera, stack in stacks.items()}
+            stacks[camera] = _frame_stack(_require(observation, camera.field), camera.field, camera)
+    lengths = {camera.field: len(stack) for camera, stack in stacks.items()}
     if len(set(lengths.values())) != 1:
         raise BadRequest(f"cameras: expected the same number of frames from each, got {lengths}")
 
-    frames: dict[str, np.ndarray | None] = dict.fromkeys(names.cameras)
+    max_frames = embodiment.frames_per_tick
+    frames: dict[str, np.ndarray | None] = dict.fromkeys(camera.name for camera in embodiment.cameras)
     for camera, stack in stacks.items():
-        frames[camera.name] = _usable(stack[-max_frames:], names.cameras[camera.name], camera, warnings)
+        frames[camera.name] = _usable(stack[-max_frames:], camera.field, camera, warnings)
     state = {
-        quantity.key: _read_state(_require(observation, names.state[quantity.key]), names, quantity, warnings)
+        quantity.key: _read_state(_require(observation, quantity.field), quantity, warnings)
         for quantity in embodiment.state
     }
     prompt = _read_prompt(_require(observation, "prompt"))
@@ -143,9 +111,9 @@ def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, 
     return resize_frames(frames, camera.height, camera.width)
 
 
-def _read_state(value: Any, names: ObservationNames, quantity: Quantity, warnings: dict[str, str]) -> np.ndarray:
+def _read_state(value: Any, quantity: Quantity, warnings: dict[str, str]) -> np.ndarray:
     """float64 [dim], finite, also as float32."""
-    field = names.state[quantity.key]
+    field = quantity.field
     expected = f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
     try:
         array = np.asarray(value)
@@ -160,9 +128,13 @@ def _read_state(value: Any, names: ObservationNames, quantity: Quantity, warning
         singles = numbers.astype(np.float32)
     if not np.isfinite(singles).all():
         raise BadRequest(f"{field}: expected {expected}, got {singles.tolist()} as float32")
-    if quantity.key == names.gripper:
-        if not -_GRIPPER_MARGIN <= numbers[0] <= 1 + _GRIPPER_MARGIN:
-            warnings[f"{field} range"] = f"{field} is {numbers[0]:g}: expected 0 (open) to 1 (closed)"
+    if quantity.allowed is not None:
+        low, high = quantity.allowed
+        margin = _ALLOWED_MARGIN * (high - low)
+        outside = numbers[(numbers < low - margin) | (numbers > high + margin)]
+        if len(outside):
+            expected = quantity.meaning or f"{low:g} to {high:g}"
+            warnings[f"{field} range"] = f"{field} is {outside[0]:g}: expected {expected}"
     elif quantity.training_range is not None:
         _check_range(numbers, field, *quantity.training_range, warnings)
     return numbers

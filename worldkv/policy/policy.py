@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from worldkv.errors import EngineStopped, SessionBusy, SessionEnded, SessionNotF
 from worldkv.models.tick_io import TickResult
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.observation import Observation
-from worldkv.policy.preparation import FRAMES_PER_TICK, Memory, Preparation, Prepared, Tokenizer
+from worldkv.policy.preparation import Memory, Preparation, Prepared, Tokenizer
 
 if TYPE_CHECKING:
     from worldkv.engine.engine import Engine, Health
@@ -57,7 +57,6 @@ class Policy:
     """Serves one embodiment of one checkpoint. Thread-safe; `close` stops its threads, not the engine."""
 
     def __init__(self, engine: Engine, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an embodiment whose robots' observations have no known names."""
         self.embodiment = embodiment
         self.engine = engine
         self._preparation = Preparation(embodiment, tokenizer)
@@ -70,11 +69,9 @@ class Policy:
         sizes = {(camera.height, camera.width) for camera in self.embodiment.cameras}
         return {
             "image_resolution": list(sizes.pop()) if len(sizes) == 1 else None,
-            "needs_wrist_camera": True,
-            "n_external_cameras": 2,
             "needs_stereo_camera": False,
             "needs_session_id": True,
-            "action_space": "joint_position",
+            **asdict(self.embodiment.roboarena),
         }
 
     def read(self, observation: Mapping[str, Any]) -> Future[Observation]:
@@ -117,7 +114,7 @@ class Policy:
         self.engine.warm_up()
         session = self.open_session()
         try:
-            for num_frames in (1, FRAMES_PER_TICK):
+            for num_frames in (1, self.embodiment.frames_per_tick):
                 session.infer(self._preparation.synthetic_observation(num_frames)).result()
         finally:
             session.close("warm-up done")
@@ -185,9 +182,10 @@ class PolicySession:
     def infer(self, observation: Observation | Mapping[str, Any]) -> Future[PolicyReply]:
         """Start a tick and return at once. The arrays of `observation` must not change until it is done.
 
-        `observation`: what `Policy.read` made, or RoboArena's names: images uint8 [H, W, 3] or [T, H, W, 3],
-        joints [7] in radians, the gripper [1] in 0..1, `prompt`. Raises SessionBusy, SessionNotFound after `close`,
-        EngineStopped. The rest arrives in the future: BadRequest, SessionEnded (reset or closed meanwhile), the
+        `observation`: what `Policy.read` made, or a map by the embodiment's fields, which are RoboArena's for DROID:
+        images uint8 [H, W, 3] or [T, H, W, 3], joints [7] in radians, the gripper [1] in 0..1, `prompt`. Raises
+        SessionBusy, SessionNotFound after `close`, EngineStopped. The rest arrives in the future: BadRequest,
+        SessionEnded (reset or closed meanwhile), the
         engine's errors.
         """
         tick = _Tick(observation if isinstance(observation, Observation) else dict(observation))

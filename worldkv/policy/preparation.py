@@ -16,7 +16,7 @@ import numpy as np
 from worldkv.errors import WorldKVError
 from worldkv.models.tick_io import TickInputs
 from worldkv.policy.embodiment import Embodiment
-from worldkv.policy.observation import OBSERVATION_NAMES, Observation, read_observation
+from worldkv.policy.observation import Observation, read_observation
 from worldkv.policy.transforms import (
     absolute_actions,
     format_prompt,
@@ -24,8 +24,6 @@ from worldkv.policy.transforms import (
     prepare_view,
     tile_views,
 )
-
-FRAMES_PER_TICK = 4  # of each camera, in every tick but the first after an opening or a reset, which has one
 
 
 class Tokenizer(Protocol):
@@ -47,7 +45,7 @@ class Prompt:
 class Memory:
     """What a session remembers between ticks. Replaced whole when a tick has succeeded, never changed.
 
-    `views`: per camera the newest frames, uint8 [1..FRAMES_PER_TICK, h, w, 3]; none before the first tick.
+    `views`: per camera the newest frames, uint8 [1..frames_per_tick, h, w, 3]; none before the first tick.
     `warned`: subjects of the warnings already given.
     """
 
@@ -70,30 +68,19 @@ class Preparation:
     """The part of a policy that computes. Thread-safe."""
 
     def __init__(self, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for an embodiment whose robots' observations have no known names."""
-        names = OBSERVATION_NAMES.get(embodiment.tag)
-        if names is None:
-            raise ValueError(
-                f"embodiment: expected one that can be served ({', '.join(OBSERVATION_NAMES)}), got {embodiment.tag!r}"
-            )
-        unknown = [camera.name for camera in embodiment.cameras if camera.name not in names.cameras]
-        unknown += [quantity.key for quantity in embodiment.state if quantity.key not in names.state]
-        if unknown:
-            raise ValueError(f"embodiment {embodiment.tag!r}: no observation field is known for {unknown}")
         self.embodiment = embodiment
-        self._names = names
         self._tokenizer = tokenizer
         self._tokenizer_lock = threading.Lock()
 
     def read(self, raw: Mapping[str, Any]) -> Observation:
-        """`raw`: RoboArena's field names. Raises BadRequest."""
-        return read_observation(raw, self.embodiment, FRAMES_PER_TICK)
+        """`raw`: by the embodiment's field names. Raises BadRequest."""
+        return read_observation(raw, self.embodiment)
 
     def prepare(self, observation: Observation, memory: Memory) -> Prepared:
         warnings = dict(observation.warnings)
         if memory.views and observation.num_frames == 1:
             warnings["one frame"] = (
-                f"one new frame in a tick: the model expects {FRAMES_PER_TICK}, spread over the "
+                f"one new frame in a tick: the model expects {self.embodiment.frames_per_tick}, spread over the "
                 f"{self.embodiment.action_horizon} steps since the last tick; its clock may run ahead"
             )
         prompt = memory.prompt
@@ -129,28 +116,29 @@ class Preparation:
         observation: dict[str, Any] = {"prompt": "warm up"}
         for camera in self.embodiment.cameras:
             shape = (num_frames, camera.height, camera.width, 3)
-            observation[self._names.cameras[camera.name]] = np.full(shape, 127, np.uint8)
+            observation[camera.field] = np.full(shape, 127, np.uint8)
         for quantity in self.embodiment.state:
-            low, high = quantity.training_range or (np.zeros(quantity.dim), np.zeros(quantity.dim))
-            observation[self._names.state[quantity.key]] = (low + high) / 2
+            zeros = np.zeros(quantity.dim)
+            low, high = quantity.allowed or quantity.training_range or (zeros, zeros)
+            observation[quantity.field] = zeros + (low + high) / 2
         return observation
 
     def _extended_views(self, observation: Observation, views: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-        """`views` and the new frames, the newest FRAMES_PER_TICK of each; a missing camera is black."""
+        """`views` and the new frames, the newest `frames_per_tick` of each; a missing camera is black."""
         shape = (observation.num_frames, self.embodiment.view_height, self.embodiment.view_width, 3)
         extended = []
         for index, camera in enumerate(self.embodiment.cameras):
             frames = observation.frames[camera.name]
             view = np.zeros(shape, np.uint8) if frames is None else prepare_view(frames, self.embodiment)
             known = [views[index]] if views else []
-            extended.append(np.concatenate([*known, view])[-FRAMES_PER_TICK:])
+            extended.append(np.concatenate([*known, view])[-self.embodiment.frames_per_tick :])
         return tuple(extended)
 
     def _tick_frames(self, views: tuple[np.ndarray, ...], *, first: bool) -> np.ndarray:
-        """The tiled sequence of one tick: uint8 [1, H, W, 3] at first, then [FRAMES_PER_TICK, H, W, 3]."""
+        """The tiled sequence of one tick: uint8 [1, H, W, 3] at first, then [frames_per_tick, H, W, 3]."""
         if first:
             return tile_views([view[-1:] for view in views], self.embodiment.layout)
-        missing = FRAMES_PER_TICK - len(views[0])
+        missing = self.embodiment.frames_per_tick - len(views[0])
         padded = [np.concatenate([np.repeat(view[:1], missing, axis=0), view]) for view in views]
         return tile_views(padded, self.embodiment.layout)
 
