@@ -91,7 +91,11 @@ def add(name: str, *shape: int) -> Change:
 BAD = {
     "no B": (drop("self_attn.q.lora_B.default.weight"), ALPHA, "lora_B is missing beside"),
     "no A": (drop("self_attn.q.lora_A.default.weight"), ALPHA, "lora_A is missing beside"),
-    "no base": (drop("self_attn.q.base_layer.weight"), ALPHA, "holds its adapter but not the weight itself"),
+    "no base": (
+        drop("self_attn.q.base_layer.weight"),
+        ALPHA,
+        "1 weights have adapters here and are not here themselves",
+    ),
     "two adapters": (add("lora_A.other.weight", 4, 64), ALPHA, "expected one adapter, got ['default', 'other']"),
     "another kind": (add("lora_magnitude_vector.default.weight", 64), ALPHA, "this kind of adapter is not known"),
     "another rank": (add("lora_A.default.weight", 3, 64), ALPHA, "does not fit its adapter, B [64, 4] times A [3, 64]"),

@@ -7,7 +7,7 @@ is filled completely or not at all. Knows the DiT's tensor names and shapes; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,18 +17,14 @@ import torch
 from safetensors import safe_open
 
 from worldkv.errors import CheckpointError
+from worldkv.models.base_folder import Place, PthFile, read_base
 from worldkv.models.checkpoint_folder import (
-    CONF_FILE,
-    CONFIG_FILE,
     DIT_PREFIX,
-    METADATA_FILE,
-    RANDOM_WEIGHTS_KEY,
     contradictions,
+    describe,
     expect_checkpoint_folder,
     raise_if_any,
-    read_experiment_file,
     read_headers,
-    read_json,
 )
 from worldkv.models.dreamzero_config import DiTConfig, DreamZeroConfig
 from worldkv.models.lora import Adapter, is_lora, plain_names
@@ -66,45 +62,62 @@ class Checkpoint:
 
     folder: Path
     config: DreamZeroConfig
-    conf: Mapping[str, Any]  # experiment_cfg/conf.yaml
-    metadata: Mapping[str, Any]  # experiment_cfg/metadata.json
+    conf: Mapping[str, Any]  # experiment_cfg/conf.yaml; empty where there is none
+    metadata: Mapping[str, Any]  # experiment_cfg/metadata.json; empty where there is none
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
+    embodiments: Mapping[str, Any]  # of a converted folder, by tag; others say it in conf and metadata
     random_weights: bool  # written by random_checkpoint: nobody trained these
-    _files: Mapping[str, Path] = field(repr=False)  # name in the file -> file
-    _stored: Mapping[str, str] = field(repr=False)  # tensor name -> its name in the file
+    _places: Mapping[str, Place] = field(repr=False)  # of every tensor and of every adapter's factors
     _adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Reads config, headers and experiment_cfg of `folder`. Raises CheckpointError with all that is
-        wrong: files absent, damaged or contradicting one another."""
+    def open(cls, folder: str | Path, base: Sequence[str | Path] = ()) -> Checkpoint:
+        """Reads descriptions and headers of `folder`; tensors that it lacks are taken from `base`, Wan folders.
+
+        Raises CheckpointError with all that is wrong: files absent, damaged or contradicting one another.
+        """
         folder = Path(folder)
         expect_checkpoint_folder(folder)
-        raw = read_json(folder / CONFIG_FILE)
-        config = DreamZeroConfig.from_json(raw)
         problems: list[str] = []
+        described = describe(folder, problems)
         files, shapes, dtypes = read_headers(folder, problems)
-        stored: dict[str, str] = {name: name for name in shapes}
+        from_base = read_base(map(Path, base))
+        names: Mapping[str, str] = {name: name for name in shapes}
         adapters: dict[str, Adapter] = {}
         if is_lora(shapes):
-            stored, adapters = plain_names(shapes, raw["action_head_cfg"]["config"].get("lora_alpha"), problems)
-            shapes = {name: shapes[origin] for name, origin in stored.items()}
-            dtypes = {name: dtypes[origin] for name, origin in stored.items()}
-        conf = read_experiment_file(folder, CONF_FILE, problems)
-        metadata = read_experiment_file(folder, METADATA_FILE, problems)
+            beside = {name: stored.shape for name, stored in from_base.items()}
+            names, adapters = plain_names(shapes, described.lora_alpha, problems, beside)
+        places = {name: Place(files[name], name) for name in shapes}
+        places |= {name: Place(files[stored], stored) for name, stored in names.items()}
+        shapes = {name: shapes[stored] for name, stored in names.items()}
+        dtypes = {name: dtypes[stored] for name, stored in names.items()}
+        for name in from_base.keys() - shapes.keys():
+            stored = from_base[name]
+            places[name], shapes[name], dtypes[name] = stored.place, stored.shape, stored.dtype
+        config = described.config
         if not problems:
-            problems += contradictions(config, shapes, conf)
+            problems += contradictions(config, shapes, described.conf)
         raise_if_any(folder, problems)
         image_dim = shapes[f"{DIT_PREFIX}img_emb.proj.0.weight"][0]
         config = replace(config, dit=replace(config.dit, image_dim=image_dim))
-        random_weights = raw.get(RANDOM_WEIGHTS_KEY) is not None
-        return cls(folder, config, conf, metadata, shapes, dtypes, random_weights, files, stored, adapters)
+        return cls(
+            folder,
+            config,
+            described.conf,
+            described.metadata,
+            shapes,
+            dtypes,
+            described.embodiments,
+            described.random_weights,
+            places,
+            adapters,
+        )
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as stored, or merged with its adapter, on the CPU. Perhaps a view of the file: copy it to keep."""
-        tensor = self._as_stored(self._stored.get(name, name))
+        tensor = self._as_stored(name)
         adapter = self._adapters.get(name)
         if adapter is None:
             return tensor
@@ -119,21 +132,21 @@ class Checkpoint:
         rows = self.shapes[source.key][0] // source.parts
         if source.key in self._adapters:
             return self.tensor(source.key)[source.part * rows : (source.part + 1) * rows]
-        origin = self._stored.get(source.key, source.key)
-        stored = self._handle(origin).get_slice(origin)
+        stored = self._handle(source.key).get_slice(self._places[source.key].key)
         part: torch.Tensor = stored[source.part * rows : (source.part + 1) * rows]
         return part
 
     def _as_stored(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        tensor: torch.Tensor = self._handle(name).get_tensor(self._places[name].key)
         return tensor
 
     def _handle(self, name: str) -> Any:
-        if name not in self._files:
+        if name not in self._places:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
-        path = self._files[name]
+        path = self._places[name].file
         if path not in self._handles:
-            self._handles[path] = safe_open(path, framework="pt", device="cpu")
+            is_pth = path.suffix == ".pth"
+            self._handles[path] = PthFile(path) if is_pth else safe_open(path, framework="pt", device="cpu")
         return self._handles[path]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,42 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONF_FILE = "experiment_cfg/conf.yaml"
 METADATA_FILE = "experiment_cfg/metadata.json"
+WORLDKV_FILE = "worldkv.yaml"  # of a converted folder: the model and its robots, in place of the three above
 RANDOM_WEIGHTS_KEY = "worldkv_random_weights"  # in config.json of folders that random_checkpoint wrote
 
 _MAX_LINES = 20
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a folder says of itself beside its tensors."""
+
+    config: DreamZeroConfig
+    conf: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    embodiments: Mapping[str, Any]
+    lora_alpha: object
+    random_weights: bool
+
+
+def describe(folder: Path, problems: list[str]) -> Description:
+    """From worldkv.yaml, or from config.json and experiment_cfg. Appends what is wrong with the latter."""
+    if (folder / WORLDKV_FILE).is_file():
+        said = read_yaml(folder / WORLDKV_FILE)
+        config = DreamZeroConfig.from_plain(said.get("model"), WORLDKV_FILE)
+        embodiments = said.get("embodiments")
+        if not isinstance(embodiments, dict) or not embodiments:
+            raise CheckpointError(f"{WORLDKV_FILE}: embodiments: expected robots by their tags, got {embodiments!r}")
+        return Description(config, {}, {}, embodiments, None, bool(said.get("random_weights")))
+    raw = read_json(folder / CONFIG_FILE)
+    return Description(
+        DreamZeroConfig.from_json(raw),
+        read_experiment_file(folder, CONF_FILE, problems),
+        read_experiment_file(folder, METADATA_FILE, problems),
+        {},
+        raw["action_head_cfg"]["config"].get("lora_alpha"),
+        raw.get(RANDOM_WEIGHTS_KEY) is not None,
+    )
 
 
 def raise_if_any(folder: Path, problems: list[str]) -> None:
@@ -53,22 +87,24 @@ def read_experiment_file(folder: Path, name: str, problems: list[str]) -> dict[s
     if not path.is_file():
         return {}
     try:
-        if path.suffix == ".json":
-            return read_json(path)
-        try:
-            import yaml
-        except ImportError as error:
-            raise CheckpointError("reading conf.yaml needs PyYAML: pip install 'worldkv[dreamzero]'") from error
-        try:
-            value = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{name} is not readable YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{name} must hold a mapping, got {type(value).__name__}")
-        return value
+        return read_json(path) if path.suffix == ".json" else read_yaml(path)
     except CheckpointError as error:
         problems.append(str(error))
         return {}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise CheckpointError(f"reading {path.name} needs PyYAML: pip install 'worldkv[dreamzero]'") from error
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path.name} is not readable YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} must hold a mapping, got {type(value).__name__}")
+    return value
 
 
 def expect_checkpoint_folder(folder: Path) -> None:
@@ -80,7 +116,7 @@ def expect_checkpoint_folder(folder: Path) -> None:
         )
     config = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     has_weights = any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    if "action_head_cfg" in config and has_weights:
+    if ("action_head_cfg" in config or (folder / WORLDKV_FILE).is_file()) and has_weights:
         return
     missing = [] if config else [CONFIG_FILE]
     if config and "action_head_cfg" not in config:

@@ -8,7 +8,7 @@ could confirm later (heads, tokens per frame) must be stated and has no default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from worldkv.errors import CheckpointError
@@ -136,6 +136,19 @@ class DreamZeroConfig:
         """Latent frames of a training clip, and so of the first-frame condition: 9 for 33 RGB frames."""
         return 1 + (self.num_frames - 1) // VAE_TEMPORAL_STRIDE
 
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers and texts by field name, the DiT's under `dit`: what `from_plain` reads."""
+        plain = asdict(self)
+        plain["dit"]["patch_size"] = list(self.dit.patch_size)
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: object, origin: str) -> DreamZeroConfig:
+        """The inverse of `to_plain`. Raises CheckpointError that names `origin` and the field."""
+        values = _checked(cls, plain, f"{origin}: model")
+        dit = _checked(DiTConfig, values.pop("dit"), f"{origin}: model.dit")
+        return cls(DiTConfig(**dit | {"patch_size": tuple(dit.get("patch_size", (1, 2, 2)))}), **values)
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> DreamZeroConfig:
         """Reads a parsed config.json. Raises CheckpointError naming the field by its path in the file."""
@@ -226,6 +239,25 @@ def dreamzero_5b() -> DreamZeroConfig:
         target_video_height=160,
         target_video_width=320,
     )
+
+
+_PLAIN_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def _checked(kind: type, plain: object, where: str) -> dict[str, Any]:
+    """`plain`, if it is a mapping with the fields of `kind` and their defaults' types."""
+    if not isinstance(plain, dict):
+        raise CheckpointError(f"{where}: expected a mapping, got {plain!r}")
+    known = {field.name: field for field in fields(kind)}
+    if unknown := sorted(plain.keys() - known.keys()):
+        raise CheckpointError(f"{where}: {', '.join(unknown)} is not known; known are {', '.join(known)}")
+    for name, spec in known.items():
+        if name not in plain and spec.default is MISSING:
+            raise CheckpointError(f"{where}.{name} is missing")
+        value, expected = plain.get(name), _PLAIN_TYPES.get(str(spec.type))
+        if name in plain and expected is not None and type(value) not in expected:
+            raise CheckpointError(f"{where}.{name}: expected {spec.type}, got {value!r}")
+    return dict(plain)
 
 
 def _expect_one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:

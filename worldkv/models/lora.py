@@ -35,10 +35,12 @@ def is_lora(names: Shapes) -> bool:
     return any(_WRAPPER in name or ".lora_" in name for name in names)
 
 
-def plain_names(shapes: Shapes, alpha: object, problems: list[str]) -> tuple[dict[str, str], dict[str, Adapter]]:
+def plain_names(
+    shapes: Shapes, alpha: object, problems: list[str], base: Shapes
+) -> tuple[dict[str, str], dict[str, Adapter]]:
     """(model's name -> stored name, adapted weight -> its adapter). Appends what cannot be merged to `problems`.
 
-    `alpha`: config.json's `lora_alpha`.
+    `alpha`: config.json's `lora_alpha`. `base`: of tensors that lie elsewhere, by the model's names.
     """
     stored: dict[str, str] = {}
     factors: dict[str, dict[str, str]] = {}
@@ -60,29 +62,33 @@ def plain_names(shapes: Shapes, alpha: object, problems: list[str]) -> tuple[dic
         )
         return stored, {}
     adapters = {}
+    weights = {**base, **{name: shapes[origin] for name, origin in stored.items()}}
+    absent = [weight for weight in factors if weight not in weights]
+    if absent:
+        problems.append(
+            f"{len(absent)} weights have adapters here and are not here themselves ({absent[0]}, ...): name the Wan "
+            "folder that this run was trained from with --base DIR"
+        )
     for weight, parts in factors.items():
-        trouble = _trouble(weight, parts, adapters_of[weight], stored, shapes)
+        trouble = _trouble(weight, parts, adapters_of[weight], weights, shapes)
         if trouble is not None:
             problems.append(trouble)
+        if trouble is not None or weight in absent:
             continue
         rank = shapes[parts["A"]][0]
         adapters[weight] = Adapter(parts["A"], parts["B"], float(alpha) / rank)  # type: ignore[arg-type]
     return stored, adapters
 
 
-def _trouble(
-    weight: str, parts: Mapping[str, str], names: set[str], stored: Mapping[str, str], shapes: Shapes
-) -> str | None:
+def _trouble(weight: str, parts: Mapping[str, str], names: set[str], weights: Shapes, shapes: Shapes) -> str | None:
     """Why this weight cannot be merged."""
     if len(names) > 1:
         return f"{weight}: expected one adapter, got {sorted(names)}"
     if len(parts) < 2:
         return f"{weight}: lora_{'B' if 'A' in parts else 'A'} is missing beside {next(iter(parts.values()))}"
-    if weight not in stored:
-        return (
-            f"{weight}: the checkpoint holds its adapter but not the weight itself; merge it into the base model first"
-        )
-    base, down, up = shapes[stored[weight]], shapes[parts["A"]], shapes[parts["B"]]
+    if weight not in weights:
+        return None  # told before, for all of them at once
+    base, down, up = weights[weight], shapes[parts["A"]], shapes[parts["B"]]
     if len(base) != 2 or len(down) != 2 or len(up) != 2 or (up[0], down[1]) != base or down[0] != up[1]:
         return f"{weight}: {list(base)} does not fit its adapter, B {list(up)} times A {list(down)}"
     return None
