@@ -225,6 +225,18 @@ def test_after_a_reset_the_next_tick_is_a_first_tick(engine: Engine) -> None:
     assert same(result, expected[0])
 
 
+def test_a_session_has_forgotten_as_soon_as_it_is_told_to(engine: Engine) -> None:
+    session, held = engine.open_session(), threading.Event()
+    engine.submit(session, make_inputs(engine, 0, 1)).result()
+    assert session.num_chunks == 1
+    engine._worker.errand(lambda: held.wait(10))  # the engine's thread is busy
+    engine.reset(session)
+    assert session.num_chunks == 0
+    held.set()
+    engine.submit(session, make_inputs(engine, 0, 1)).result()
+    assert session.num_chunks == 1
+
+
 def test_a_prompt_change_restarts_the_window_and_equal_conditioning_is_stored_once(engine: Engine) -> None:
     first, second = engine.open_session(), engine.open_session()
     engine.submit(first, make_inputs(engine, 0, 1)).result()

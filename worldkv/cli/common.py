@@ -122,7 +122,7 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
         from worldkv.policy.assembly import load_policy
 
         config = EngineConfig(block_size=arguments.block_size, attention=arguments.attention, max_sessions=max_sessions)
-        checkpoint = Checkpoint.open(arguments.checkpoint)
+        checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
         device = choose_device(arguments.device)
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:
         return load_policy(
@@ -156,9 +156,9 @@ def describe_model(policy: Policy, checkpoint_folder: Path) -> list[str]:
 
 def is_random(checkpoint_folder: Path) -> bool:
     """Whether nobody trained these weights: `worldkv.models.random_checkpoint` wrote them, and says so."""
-    from worldkv.models.checkpoint_folder import CONFIG_FILE, RANDOM_WEIGHTS_KEY, read_json
+    from worldkv.models.checkpoint_folder import describe
 
-    return RANDOM_WEIGHTS_KEY in read_json(checkpoint_folder / CONFIG_FILE)
+    return describe(checkpoint_folder, []).random_weights
 
 
 def size_text(num_bytes: float) -> str:

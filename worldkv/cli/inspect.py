@@ -13,19 +13,18 @@ from typing import TypeVar
 
 import torch
 
-from worldkv.cli.common import FAILED, OK, is_random, size_text, spinner
+from worldkv.cli.common import FAILED, OK, size_text, spinner
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoint import Checkpoint
 from worldkv.models.checkpoint_folder import (
-    CONF_FILE,
     CONFIG_FILE,
     INDEX_FILE,
-    METADATA_FILE,
     SINGLE_FILE,
+    WORLDKV_FILE,
+    Description,
+    describe,
     expect_checkpoint_folder,
-    read_experiment_file,
     read_headers,
-    read_json,
 )
 from worldkv.models.dreamzero import kv_spec
 from worldkv.models.dreamzero_config import DreamZeroConfig
@@ -51,18 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--block-size: expected a power of two, got {arguments.block_size}")
     print(f"{folder}")
     problems.of(lambda: expect_checkpoint_folder(folder))
-    config = None
-    if (folder / CONFIG_FILE).is_file():
-        config = problems.of(lambda: DreamZeroConfig.from_json(read_json(folder / CONFIG_FILE)))
+    described: Description | None = None
+    found: list[str] = []
+    if any((folder / name).is_file() for name in (CONFIG_FILE, WORLDKV_FILE)):
+        described = problems.of(lambda: describe(folder, found))
+    problems.texts += found
     if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
         _show_weights(folder, problems)
-    if config is not None:
-        _show_model(folder, config)
-        _show_cache(config, arguments.block_size)
-    _show_embodiments(folder, config, arguments.embodiment, problems)
+    if described is not None:
+        _show_model(described)
+        _show_cache(described.config, arguments.block_size)
+        _show_embodiments(described, arguments.embodiment, problems)
     _show_tokenizer(folder)
     with spinner("checking every tensor's name and shape"):
-        problems.of(lambda: _check_tensors(folder))
+        problems.of(lambda: _check_tensors(folder, arguments.base))
     return problems.report()
 
 
@@ -125,11 +126,11 @@ def _part_line(
     )
 
 
-def _show_model(folder: Path, config: DreamZeroConfig) -> None:
-    dit = config.dit
+def _show_model(described: Description) -> None:
+    config, dit = described.config, described.config.dit
     kind = {"i2v": "as DreamZero-14B, Wan 2.1 VAE", "ti2v": "as DreamZero-5B, Wan 2.2 VAE"}[dit.model_type]
     _heading(f"model      {dit.model_type}: {kind}")
-    if is_random(folder):
+    if described.random_weights:
         print("  random weights written by worldkv: nothing was learned")
     rows = {
         "layers, heads": f"{dit.num_layers} layers of {dit.num_heads} heads of {dit.head_dim}",
@@ -161,17 +162,13 @@ def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
         )
 
 
-def _show_embodiments(folder: Path, config: DreamZeroConfig | None, name: str | None, problems: _Problems) -> None:
+def _show_embodiments(described: Description, name: str | None, problems: _Problems) -> None:
     """Each embodiment with statistics, or the one that is asked for, and whether it can be served."""
-    found: list[str] = []
-    conf = read_experiment_file(folder, CONF_FILE, found)
-    metadata = read_experiment_file(folder, METADATA_FILE, found)
-    problems.texts += found
-    _heading(f"embodiments  {', '.join(metadata) or 'none'}")
-    if config is None:
-        return
-    for tag in metadata if conf and name is None else [name]:
-        robot = problems.of(lambda tag=tag: checkpoint_embodiment(config, conf, metadata, tag))  # type: ignore[misc]
+    known = described.embodiments or described.metadata
+    _heading(f"embodiments  {', '.join(known) or 'none'}")
+    each = name is None and (described.embodiments or described.conf)
+    for tag in known if each else [name]:
+        robot = problems.of(lambda tag=tag: checkpoint_embodiment(described, tag))  # type: ignore[misc]
         if robot is None:
             continue
         cameras = ", ".join(f"{camera.name} {camera.width} x {camera.height}" for camera in robot.cameras)
@@ -190,9 +187,9 @@ def _show_tokenizer(folder: Path) -> None:
         print("recording  golden.safetensors: compare with `worldkv verify`")
 
 
-def _check_tensors(folder: Path) -> None:
+def _check_tensors(folder: Path, base: list[Path]) -> None:
     """Open the folder and compare all tensors with what the model and its encoders need."""
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, base)
     from worldkv.models.wan_encoders import check_all_tensors  # seconds: the model libraries
 
     check_all_tensors(checkpoint)

@@ -27,7 +27,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_serve, _add_demo, _add_replay, _add_verify, _add_inspect, _add_embodiments, _add_plan, _add_bench):
+    for add in (
+        _add_serve,
+        _add_demo,
+        _add_replay,
+        _add_verify,
+        _add_inspect,
+        _add_convert,
+        _add_embodiments,
+        _add_plan,
+        _add_bench,
+    ):
         add(commands)
     return parser
 
@@ -59,7 +69,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
     )
-    _add_embodiment(group)
+    _add_robot_and_base(group)
     group.add_argument(
         "--steps",
         default="8",
@@ -71,11 +81,19 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_embodiment(group: argparse._ActionsContainer) -> None:
+def _add_robot_and_base(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--embodiment",
         metavar="NAME",
         help="the robot: a packaged one (see `worldkv embodiments`) or a yaml file of your own (the checkpoint's)",
+    )
+    group.add_argument(
+        "--base",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="base Wan folder, for what a LoRA run leaves out; of several the first that has a part brings it",
     )
 
 
@@ -202,7 +220,24 @@ def _add_inspect(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
-    _add_embodiment(command)
+    _add_robot_and_base(command)
+
+
+def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "convert",
+        "Write any checkpoint as one clean folder: bfloat16 shards and one readable worldkv.yaml.",
+        "Takes every published form: one file or shards, full fine-tunes, LoRA runs (merged), with or without their\n"
+        "base, robots from conf.yaml or from --embodiment. Tokenizer and recordings come along. May be stopped and\n"
+        "run again: whole shards are kept. Every tensor is read back and compared at the end.",
+        "worldkv convert DreamZero-LoRA --base Wan2.1-I2V-14B-480P --output DreamZero-mine",
+    )
+    command.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
+    command.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a shard, at most (5)")
+    _add_robot_and_base(command)
 
 
 def _add_embodiments(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -217,7 +217,7 @@ def _verify_policy(folder: Path, checkpoint: Checkpoint) -> bool:
     if not path.is_file():
         return True
     recorded = {name: tensor.numpy() for name, tensor in load_file(path).items()}
-    embodiment = checkpoint_embodiment(checkpoint.config, checkpoint.conf, checkpoint.metadata)
+    embodiment = checkpoint_embodiment(checkpoint)
     views = [prepare_view(recorded[f"camera.{camera.name}"], embodiment) for camera in embodiment.cameras]
     tiled = tile_views(views, embodiment.layout)
     state = {quantity.key: recorded[f"state.{quantity.key}"] for quantity in embodiment.state}

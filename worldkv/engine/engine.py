@@ -113,6 +113,7 @@ class Engine:
         with self._condition:
             self._require_open(session)
             self._cancel(session, "was reset")
+            session.num_resets_due += 1
             self._worker.errand(lambda: self._do_reset(session))
 
     def close(self, session: Session, reason: str) -> None:
@@ -304,6 +305,8 @@ class Engine:
             return session
 
     def _do_reset(self, session: Session) -> None:
+        with self._condition:
+            session.num_resets_due -= 1
         session.parked = None
         session.kv.reset()
         session.rollout = self.model.new_rollout()

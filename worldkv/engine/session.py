@@ -24,6 +24,7 @@ class Session:
     job: Job | None = None  # the tick in flight
     parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
     last_used: float = field(default_factory=time.monotonic)
+    num_resets_due: int = 0  # told to forget, and not yet done so
 
     def idles(self, since: float) -> bool:
         """No tick of it runs, nor waits to begin from before `since`, in seconds of time.perf_counter."""
@@ -31,8 +32,8 @@ class Session:
 
     @property
     def num_chunks(self) -> int:
-        """Committed since its window began, here or on the host."""
-        return _num_chunks(self.kv if self.parked is None else self.parked)
+        """Committed since its window began, here or on the host; none from the moment it is told to forget them."""
+        return 0 if self.num_resets_due else _num_chunks(self.kv if self.parked is None else self.parked)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.checkpoint import Checkpoint, load_module
-from worldkv.models.checkpoint_folder import DIT_PREFIX
+from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE
 from worldkv.models.cuda_graphs import GraphedBlocks
 from worldkv.models.dreamzero import DreamZero
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
@@ -28,6 +28,7 @@ from worldkv.models.tokenizer import Tokenizer, load_tokenizer
 from worldkv.models.wan_dit import WanDiT
 from worldkv.models.wan_encoders import check_all_tensors, load_encoders
 from worldkv.policy.embodiment import Embodiment
+from worldkv.policy.embodiment_file import EmbodimentFile, from_mapping
 from worldkv.policy.experiment_cfg import ModelSizes, find_embodiment, read_embodiment
 from worldkv.policy.policy import Policy
 from worldkv.policy.prompts import NEGATIVE_PROMPT
@@ -136,7 +137,7 @@ def load_policy(
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
     model = checkpoint.config
-    robot = checkpoint_embodiment(model, checkpoint.conf, checkpoint.metadata, embodiment)
+    robot = checkpoint_embodiment(checkpoint, embodiment)
     vocab_size = read_sizes(checkpoint).text.vocab_size
     tokenizer = load_tokenizer(checkpoint.folder, model.dit.text_len, vocab_size)
     engine = load_engine(
@@ -153,16 +154,33 @@ def load_policy(
     return Policy(engine, robot, tokenizer)
 
 
-def checkpoint_embodiment(
-    model: DreamZeroConfig, conf: Mapping[str, Any], metadata: Mapping[str, Any], name: str | Path | None = None
-) -> Embodiment:
+class Described(Protocol):
+    """A folder's own words: a Checkpoint, or its Description where it cannot be opened as one."""
+
+    @property
+    def config(self) -> DreamZeroConfig: ...
+    @property
+    def conf(self) -> Mapping[str, Any]: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def embodiments(self) -> Mapping[str, Any]: ...
+
+
+def checkpoint_embodiment(described: Described, name: str | Path | None = None) -> Embodiment:
     """The robot that a checkpoint is for. `name`: a packaged embodiment, a tag in metadata.json, or a file; None is the
     checkpoint's own. Raises CheckpointError with all that is missing or contradicts itself."""
+    model, conf, metadata, own = described.config, described.conf, described.metadata, described.embodiments
     camera_size = None
     if model.target_video_height is not None and model.target_video_width is not None:
         camera_size = (model.target_video_height, model.target_video_width)
     sizes = ModelSizes(model.action_horizon, model.dit.max_state_dim, model.dit.action_dim, model.dit.text_len)
-    tag, file = find_embodiment(name, conf, metadata)
+    tag = next(iter(own), "") if name is None else str(name)
+    file: EmbodimentFile | None
+    if tag in own:
+        file = from_mapping(own[tag], f"{WORLDKV_FILE}: embodiments.{tag}")
+    else:
+        tag, file = find_embodiment(name, conf, metadata)
     robot = read_embodiment(conf, metadata, tag, file=file, sizes=sizes, camera_size=camera_size)
     stride, (_, patch_height, patch_width) = model.dit.pixel_stride, model.dit.patch_size
     height, width = camera_size or robot.image_size

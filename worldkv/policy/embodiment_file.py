@@ -7,7 +7,8 @@ and a checkpoint's own words together.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from worldkv.errors import CheckpointError
-from worldkv.policy.embodiment import Layout, Normalisation
+from worldkv.policy.embodiment import Embodiment, Layout, Normalisation, Quantity
 
 _MAX_VIEWS: Mapping[Layout, tuple[int, int]] = {"single": (1, 1), "wrist_over_exteriors": (3, 3), "grid": (2, 4)}
 Size = Annotated[int, Field(ge=1)]
@@ -161,6 +162,58 @@ def parse(text: str, name: str) -> EmbodimentFile:
         except ValidationError as error:
             faults = [_fault(name, root, value, detail) for detail in error.errors()]
     raise CheckpointError("\n  ".join(["this embodiment file cannot be used:", *faults]))
+
+
+def from_mapping(value: Any, name: str) -> EmbodimentFile:
+    """An embodiment that stands inside another file, at `name`. Raises CheckpointError."""
+    return parse(yaml.safe_dump(value), name)
+
+
+def describe(robot: Embodiment) -> dict[str, Any]:
+    """An embodiment as a file that needs nothing beside it: `read_embodiment` makes the same of it."""
+    state, actions = ([_plain_quantity(quantity) for quantity in part] for part in (robot.state, robot.actions))
+    for entry, quantity in zip(state, robot.state, strict=True):
+        entry["field"] = quantity.field
+        if quantity.allowed is not None:
+            entry |= {"range": list(quantity.allowed), "meaning": quantity.meaning}
+    for entry, quantity in zip(actions, robot.actions, strict=True):
+        entry["relative"] = quantity.relative
+    cameras = [
+        {"name": c.name, "field": c.field, "optional": c.optional, "resolution": [c.recorded_height, c.recorded_width]}
+        for c in robot.cameras
+    ]
+    per_step = any(s.ndim == 2 for quantity in robot.actions for s in quantity.statistics.values())
+    statistics = {"state": _plain_statistics(robot.state), "action": _plain_statistics(robot.actions)}
+    return {
+        "tags": [robot.tag],
+        "rate_hz": robot.fps,
+        "frames_per_tick": robot.frames_per_tick,
+        "layout": robot.layout,
+        "crop_scale": robot.crop_scale,
+        "view_size": [robot.view_height, robot.view_width],
+        "cameras": cameras,
+        "state": state,
+        "actions": actions,
+        "statistics_per_step": per_step,
+        "action_horizon": robot.action_horizon,
+        "prompt": robot.prompt_template,
+        "roboarena": asdict(robot.roboarena),
+        "statistics": statistics,
+    }
+
+
+def _plain_quantity(quantity: Quantity) -> dict[str, Any]:
+    return {"key": quantity.key, "dim": quantity.dim, "normalisation": quantity.normalisation}
+
+
+def _plain_statistics(quantities: Iterable[Quantity]) -> dict[str, dict[str, Any]]:
+    plain = {}
+    for quantity in quantities:
+        numbers = dict(quantity.statistics)
+        if quantity.training_range is not None:
+            numbers |= dict(zip(("min", "max"), quantity.training_range, strict=True))
+        plain[quantity.key] = {name: array.tolist() for name, array in numbers.items()}
+    return plain
 
 
 def _fault(name: str, root: Any, value: Any, detail: Any) -> str:

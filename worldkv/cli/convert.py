@@ -1,0 +1,108 @@
+"""`worldkv convert`: any published form of a checkpoint to one clean folder, resumable, compared at the end."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from worldkv import __version__
+from worldkv.cli.common import OK, progress, size_text, spinner
+from worldkv.errors import CheckpointError
+from worldkv.models.checkpoint import Checkpoint, dit_tensor_shapes
+from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE
+from worldkv.models.converted import compare_shards, plan_shards, write_shards
+from worldkv.models.encoder_keys import IMAGE_PREFIX
+from worldkv.models.tokenizer import find_tokenizer
+from worldkv.policy.assembly import checkpoint_embodiment
+from worldkv.policy.embodiment_file import describe
+
+_RECORDINGS = ("golden.safetensors", "calls.json", "policy.safetensors")  # what `verify` compares with
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+_HEADER = """\
+# A DreamZero checkpoint in worldkv's own form: `model` are sizes, `embodiments` the robots with their statistics
+# (docs/embodiments.md). The tensors lie beside this file, under their names in the reference.
+"""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder, output = arguments.folder, arguments.output
+    with spinner("reading the checkpoint"):
+        from worldkv.models.encoder_sizes import read_sizes
+        from worldkv.models.wan_encoders import check_all_tensors
+
+        checkpoint = Checkpoint.open(folder, arguments.base)
+        check_all_tensors(checkpoint)
+        described = _describe(checkpoint, arguments)
+        needed = {DIT_PREFIX + name for name in dit_tensor_shapes(checkpoint.config.dit)}
+        needed |= read_sizes(checkpoint).tensor_shapes().keys()
+        # the image tower's last layer is never run, but counted
+        needed |= {name for name in checkpoint.shapes if name.startswith(f"{IMAGE_PREFIX}transformer.")}
+    if output.resolve() == folder.resolve():
+        raise ValueError("--output: expected another folder than the one that is read")
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[arguments.dtype]
+    shapes = {name: checkpoint.shapes[name] for name in needed}
+    shards = plan_shards(shapes, dtype.itemsize, round(arguments.shard_gb * 1e9))
+    _prepare(output, dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values()))
+    with progress("writing", is_bytes=True) as step:
+        kept = write_shards(checkpoint, shapes, shards, output, dtype, step)
+    with progress("comparing", is_bytes=True) as step:
+        compare_shards(checkpoint, shards, output, step)
+    _copy_along(folder, output)
+    text = _HEADER + yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=118)
+    (output / WORLDKV_FILE).write_text(text, encoding="utf-8")  # last: with it the folder is a checkpoint
+    check_all_tensors(Checkpoint.open(output))
+    print(f"{output}: {len(shapes)} tensors in {len(shards)} shards" + (f", {kept} kept from before" if kept else ""))
+    print(f"robots     {', '.join(described['embodiments'])}")
+    print("every tensor was read back and compared; look at it with `worldkv inspect`, serve it with `worldkv serve`")
+    return OK
+
+
+def _describe(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What worldkv.yaml says."""
+    names: list[Any] = [arguments.embodiment]
+    if arguments.embodiment is None and (checkpoint.embodiments or checkpoint.conf):
+        names = list(checkpoint.embodiments or checkpoint.metadata)
+    robots = {}
+    for name in names:
+        robot = checkpoint_embodiment(checkpoint, name)
+        robots[robot.tag] = describe(robot)
+    return {
+        "format": 1,
+        "source": arguments.folder.resolve().name,
+        "written": f"worldkv {__version__}, {datetime.now(UTC):%Y-%m-%d}",
+        **({"random_weights": True} if checkpoint.random_weights else {}),
+        "model": checkpoint.config.to_plain(),
+        "embodiments": robots,
+    }
+
+
+def _prepare(output: Path, num_bytes: int) -> None:
+    """Makes the folder. What is not of a conversion, or a disk that is too small, is told before any work."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / WORLDKV_FILE).unlink(missing_ok=True)
+    foreign = [p.name for p in output.iterdir() if not p.name.startswith("model") and p.name not in _along()]
+    if foreign:
+        raise ValueError(f"--output: {output} holds something else ({foreign[0]}); choose an empty folder")
+    there = sum(path.stat().st_size for path in output.glob("model-*.safetensors"))
+    free = shutil.disk_usage(output).free
+    if num_bytes - there > free:
+        raise CheckpointError(
+            f"--output: {size_text(num_bytes - there)} are needed in {output}, {size_text(free)} are free"
+        )
+
+
+def _along() -> tuple[str, ...]:
+    return (*_RECORDINGS, *_TOKENIZER)
+
+
+def _copy_along(folder: Path, output: Path) -> None:
+    found = find_tokenizer(folder)
+    for source in [folder / name for name in _RECORDINGS] + [(found or folder) / name for name in _TOKENIZER]:
+        if source.is_file():
+            shutil.copyfile(source, output / source.name)
