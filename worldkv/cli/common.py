@@ -121,7 +121,12 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
         from worldkv.models.checkpoint import Checkpoint
         from worldkv.policy.assembly import load_policy
 
-        config = EngineConfig(block_size=arguments.block_size, attention=arguments.attention, max_sessions=max_sessions)
+        config = EngineConfig(
+            block_size=arguments.block_size,
+            attention=arguments.attention,
+            max_sessions=max_sessions,
+            batch_invariant=arguments.batch_invariant,
+        )
         checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
         device = choose_device(arguments.device)
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:

@@ -6,27 +6,26 @@ Knows the order of the three cameras in the model's image. Does not know where i
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from worldkv.cli.plots import plot_actions, plot_cache, plot_latency
+from worldkv.cli.plots import DROID_ACTIONS, plot_actions, plot_cache, plot_latency
 from worldkv.cli.records import TickRecord
 from worldkv.cli.video import write_video
 
 VIDEO_HZ = 5  # of the model's imagination: 8 frames for the 24 actions at 15 Hz of DROID
-ACTION_NAMES = (*(f"joint_{joint}" for joint in range(1, 8)), "gripper")
 _LEAST_HEIGHT = 180  # pixels; smaller imagined frames are enlarged
 _GAP = 8  # pixels between the two halves of a comparison
 
 
 @dataclass(frozen=True)
 class EpisodeTick:
-    """One tick. `actions`: [horizon, 8], from `seconds` on. `predicted`: uint8 [N, H, W, 3], what the model imagines
-    to see meanwhile; `seen`: uint8 [N, h, w, 3], what was seen, None where nobody looked."""
+    """One tick. `actions`: [horizon, numbers], from `seconds` on. `predicted`: uint8 [N, H, W, 3], what the model
+    imagines to see meanwhile; `seen`: uint8 [N, h, w, 3], what was seen, None where nobody looked."""
 
     record: TickRecord
     actions: np.ndarray
@@ -42,6 +41,7 @@ class Episode:
     rate_hz: float
     window_frames: int
     note: str = ""  # put into the titles of the plots
+    action_names: Sequence[str] = DROID_ACTIONS
     ticks: list[EpisodeTick] = field(default_factory=list)
 
     @property
@@ -53,10 +53,10 @@ class Episode:
         note = f" ({self.note})" if self.note else ""
         chunks = [tick.actions for tick in self.ticks]
         works: list[tuple[str, str, Callable[[Path], None]]] = [
-            ("actions.npz", "actions [tick, step, 8], and when each tick began", self._write_npz),
+            ("actions.npz", "actions [tick, step, number], and when each tick began", self._write_npz),
             ("actions.csv", "the same as a table", self._write_csv),
-            ("actions.png", "joints and gripper over time", lambda path: plot_actions(
-                path, chunks, rate_hz=self.rate_hz, title=f"Actions{note}"
+            ("actions.png", "each number over time", lambda path: plot_actions(
+                path, chunks, rate_hz=self.rate_hz, title=f"Actions{note}", names=self.action_names
             )),
             ("cache.png", "frames and blocks in the cache, and window restarts", lambda path: plot_cache(
                 path, self.records, window_frames=self.window_frames
@@ -86,7 +86,7 @@ class Episode:
     def _write_csv(self, path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
-            rows.writerow(("tick", "step", "seconds", *ACTION_NAMES))
+            rows.writerow(("tick", "step", "seconds", *self.action_names))
             for tick in self.ticks:
                 for index, action in enumerate(tick.actions):
                     time = tick.seconds + index / self.rate_hz

@@ -25,7 +25,7 @@ _PLAIN = "{:>5}  {:<10} {:>8} {:>8} {:>8} {:>8} {:>8}  {:>7} {:>9}  {}"
 class LiveTable:
     """Shows ticks as they are added; use as a context manager.
 
-    `window_frames`: frames of a full window. `file`: where to write; a terminal gets the live table.
+    `window_frames`: of a full window, 0 where nobody knows. `file`: where to write; a terminal gets the live table.
     """
 
     def __init__(self, window_frames: int, *, title: str = "ticks", file: TextIO | None = None) -> None:
@@ -68,7 +68,7 @@ class LiveTable:
             self._live.update(self._table(self._live.console))
             return
         stages = (f"{record.timings.get(stage, 0.0):.1f}" for stage in _STAGES)
-        frames = f"{record.frames_cached}/{self._window_frames}"
+        frames = f"{record.frames_cached}/{self._window_frames or '?'}"
         blocks = f"{record.blocks_used}/{record.blocks_used + record.blocks_free}"
         row = (record.tick, record.session[:10], *stages, f"{record.total_ms:.1f}", frames, blocks)
         self._print(_PLAIN.format(*row, record.restart_reason or "").rstrip())
@@ -111,7 +111,7 @@ class LiveTable:
         table.add_column("blocks", justify="right", no_wrap=True)
         table.add_column("window restart", style="yellow")
         for record in list(self._rows)[-max(console.height - _LINES_AROUND, 1) :]:
-            filled = min(record.frames_cached, self._window_frames)
+            filled = min(record.frames_cached, self._window_frames or record.frames_cached)
             gauge = f"[green]{'■' * filled}[/][dim]{'·' * (self._window_frames - filled)}[/]"
             table.add_row(
                 *((str(record.tick), record.session[:10]) if several else (str(record.tick),)),

@@ -69,6 +69,11 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
     )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a session's answers do not depend on who shares its batches, bit for bit; slower",
+    )
     _add_robot_and_base(group)
     group.add_argument(
         "--steps",
@@ -134,6 +139,12 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--episode-gap", type=float, metavar="S", help="a pause of more seconds begins a new episode (never)"
     )
+    command.add_argument(
+        "--record", type=Path, metavar="DIR", help="write every session there; see `worldkv replay --recording`"
+    )
+    command.add_argument(
+        "--record-limit-gb", type=float, default=100.0, metavar="GB", help="record no more than that (100)"
+    )
     _add_engine_options(command)
 
 
@@ -160,14 +171,26 @@ def _add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
     command = _command(
         commands,
         "replay",
-        "Run a recorded three-camera episode through a checkpoint.",
-        "The clip is a folder with exterior_image_1_left.mp4, exterior_image_2_left.mp4 and wrist_image_left.mp4, at\n"
-        "15 frames a second. The first request sends frame 0, request k the frames a-23, a-16, a-8 and a, with\n"
-        "a = 23 + 24 (k - 1); joints and gripper are zero. Out come actions (npz, csv), predicted video, plots.",
+        "Run a recorded session, or a three-camera clip, through a checkpoint.",
+        "A recording is what `worldkv serve --record` wrote of a session: its ticks are run again and compared with\n"
+        "what was answered; any difference above --tolerance makes the exit code 1.\n"
+        "A clip is a folder with exterior_image_1_left.mp4, exterior_image_2_left.mp4 and wrist_image_left.mp4, at 15\n"
+        "frames a second. The first request sends frame 0, request k the frames a-23, a-16, a-8 and a, with\n"
+        "a = 23 + 24 (k - 1); joints and gripper are zero; with --url a server gets them, over its socket.\n"
+        "Out come actions (npz, csv), predicted video, plots.",
         "worldkv replay --checkpoint DreamZero-DROID --clip droid_clip --output replay-output",
     )
-    command.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="DreamZero checkpoint folder")
-    command.add_argument("--clip", type=Path, required=True, metavar="DIR", help="folder with the three camera files")
+    command.add_argument("--checkpoint", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--clip", type=Path, metavar="DIR", help="folder with the three camera files")
+    source.add_argument("--recording", type=Path, metavar="DIR", help="folder of a recorded session")
+    command.add_argument("--url", metavar="URL", help="send the clip to this server in place of a checkpoint here")
+    command.add_argument(
+        "--tolerance", type=float, default=0.0, help="largest relative difference from the recording (0: bit for bit)"
+    )
+    command.add_argument(
+        "--lerobot", type=Path, metavar="DIR", help="write the recording as a LeRobot dataset as well (needs pyarrow)"
+    )
     command.add_argument("--output", type=Path, default=Path("replay-output"), metavar="DIR", help="(replay-output)")
     command.add_argument("--prompt", metavar="TEXT", help="instruction (that of the public DROID test clip)")
     command.add_argument("--max-calls", type=int, metavar="N", help="stop after N requests (all)")

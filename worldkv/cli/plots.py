@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+DROID_ACTIONS = (*(f"joint_{joint}" for joint in range(1, 8)), "gripper")
 _INK, _MUTED, _GRID, _BAND = "#1f2933", "#66727f", "#e6e9ed", "#f3f5f8"
 _BLUE, _SKY, _GREEN, _ORANGE, _RED = "#2563a8", "#79aede", "#2f9e75", "#e8833a", "#c8402f"
 _SESSION_COLOURS = (_BLUE, _ORANGE, _GREEN, "#8b5fbf", _RED, "#4a9aa5")
@@ -27,25 +28,30 @@ _MAX_LABELLED = 30  # ticks; more labels would overlap
 
 
 def plot_actions(
-    path: str | Path, chunks: Sequence[np.ndarray], *, rate_hz: float, title: str = "Executed actions"
+    path: str | Path,
+    chunks: Sequence[np.ndarray],
+    *,
+    rate_hz: float,
+    title: str = "Executed actions",
+    names: Sequence[str] = DROID_ACTIONS,
 ) -> None:
-    """One panel per joint and one for the gripper, over the time in which the chunks were executed.
+    """One panel per number of an action, over the time in which the chunks were executed.
 
-    `chunks`: what was executed of each tick's answer, [N_i, 8]: seven joints in radians, gripper in 0..1.
-    `rate_hz`: control steps per second. Raises ValueError for other shapes.
+    `chunks`: what was executed of each tick's answer, [N_i, len(names)]. `rate_hz`: control steps per second.
+    Raises ValueError for other shapes.
     """
-    if not chunks or any(chunk.ndim != 2 or chunk.shape[1] != 8 or len(chunk) == 0 for chunk in chunks):
-        raise ValueError(f"chunks: expected arrays [N, 8], got shapes {[list(chunk.shape) for chunk in chunks]}")
+    if not chunks or any(chunk.ndim != 2 or chunk.shape[1] != len(names) or len(chunk) == 0 for chunk in chunks):
+        shapes = [list(chunk.shape) for chunk in chunks]
+        raise ValueError(f"chunks: expected arrays [N, {len(names)}], got shapes {shapes}")
     borders = np.cumsum([0, *(len(chunk) for chunk in chunks)]) / rate_hz
-    figure = _figure(11, 8.2, title, f"{_count(chunks, 'chunk')} at {rate_hz:g} Hz, a shade and a dot each")
-    panels = figure.subplots(4, 2, sharex=True).T.ravel()
-    for column, axes in enumerate(panels):
-        gripper = column == 7
+    rows = -(-len(names) // 2)
+    about = f"{_count(chunks, 'chunk')} at {rate_hz:g} Hz, a shade and a dot each"
+    figure = _figure(11, 0.6 + 1.9 * rows, title, about)
+    panels = figure.subplots(rows, 2, sharex=True, squeeze=False).T.ravel()
+    for column, (name, axes) in enumerate(zip(names, panels, strict=False)):
+        gripper = "gripper" in name
         colour = _ORANGE if gripper else _BLUE
-        if gripper:
-            _style(axes, "gripper", "0 open, 1 closed")
-        else:
-            _style(axes, f"joint {column + 1}", "rad")
+        _style(axes, name.replace("_", " "), "0 open, 1 closed" if gripper else "rad" if "joint" in name else "")
         for start, end in zip(borders[0::2], borders[1::2], strict=False):
             axes.axvspan(start, end, color=_BAND, linewidth=0, zorder=0)
         for index, chunk in enumerate(chunks):
@@ -55,9 +61,11 @@ def plot_actions(
         axes.set_xlim(0, borders[-1])
         values = np.concatenate([chunk[:, column] for chunk in chunks])
         _leave_room(axes, np.append(values, (0, 1)) if gripper else values)
-    for axes in (panels[3], panels[7]):
+    for axes in (panels[rows - 1], panels[len(names) - 1]):
         axes.set_xlabel("seconds", color=_MUTED, fontsize=9)
         axes.tick_params(labelbottom=True)
+    for axes in panels[len(names) :]:
+        axes.set_visible(False)
     figure.savefig(path)
 
 

@@ -1,125 +1,101 @@
-"""`worldkv replay`: a recorded three-camera episode through a policy in this process, no server between."""
+"""`worldkv replay`: a recorded session or a clip of three cameras, through a checkpoint here or a server."""
 
 from __future__ import annotations
 
 import argparse
 import statistics
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from worldkv.cli.common import OK, describe_model, is_random, load_policy_for, progress
-from worldkv.cli.episode import VIDEO_HZ, Episode, EpisodeTick, tile_cameras
+from worldkv.cli import clip as clips
+from worldkv.cli import recorded
+from worldkv.cli.common import FAILED, OK, describe_model, is_random, load_policy_for, progress
+from worldkv.cli.episode import Episode
+from worldkv.cli.lerobot import check_lerobot, write_lerobot
 from worldkv.cli.live_table import LiveTable
-from worldkv.cli.records import TickRecord
-from worldkv.cli.video import read_video
-from worldkv.policy.policy import Policy, PolicySession
-
-DEFAULT_PROMPT = "Move the pan forward and use the brush in the middle of the plates to brush the inside of the pan"
-CLIP_HZ = 15
-FRAMES_BETWEEN_TICKS = 24
-OFFSETS = (-23, -16, -8, 0)  # of a request's frames from its newest one
-
-# A clip's files have the model's camera names, which RoboArena's observations call by one less.
-CAMERAS = {
-    "exterior_image_1_left": "observation/exterior_image_0_left",
-    "exterior_image_2_left": "observation/exterior_image_1_left",
-    "wrist_image_left": "observation/wrist_image_left",
-}
-Clip = dict[str, np.ndarray]  # observation name -> uint8 [T, H, W, 3]
+from worldkv.client import PolicyClient
+from worldkv.policy.policy import Policy
+from worldkv.policy.recording import Recording
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.max_calls is not None and arguments.max_calls < 1:
         raise ValueError(f"--max-calls: expected at least 1, got {arguments.max_calls}")
-    clip = read_clip(arguments.clip)
-    schedule = frame_schedule(_num_frames(clip))[: arguments.max_calls]
+    if arguments.checkpoint is None and (arguments.url is None or arguments.clip is None):
+        raise ValueError("--checkpoint: expected a folder; without one a clip can go to a server, with --url")
     arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.recording is not None:
+        return _replay_recording(arguments)
+    episode = _send_clip(arguments) if arguments.url is not None else _run_clip(arguments)
+    return _leave(episode, arguments.output)
+
+
+def _run_clip(arguments: argparse.Namespace) -> Episode:
+    clip = clips.read_clip(arguments.clip)
+    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
     policy = load_policy_for(arguments, max_sessions=1)
     try:
-        for line in describe_model(policy, arguments.checkpoint):
-            print(line)
-        note = "random weights" if is_random(arguments.checkpoint) else ""
-        window_frames = policy.engine.model.config.window_frames
-        episode = Episode(policy.embodiment.fps, window_frames, note)
-        title = f"{arguments.clip.name}: {len(schedule)} requests"
-        with LiveTable(window_frames, title=title) as table:
-            _drive(policy, clip, schedule, arguments.prompt or DEFAULT_PROMPT, episode, table)
+        episode = _episode(policy, arguments)
+        with LiveTable(episode.window_frames, title=f"{arguments.clip.name}: {len(schedule)} requests") as table:
+            answer = clips.answered_here(policy.open_session())
+            clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
     finally:
         policy.close()
         policy.engine.shutdown()
-    with progress("writing video and plots") as step:
-        files = episode.save(arguments.output, step)
-    _summarise(episode, arguments.output, files)
+    return episode
+
+
+def _send_clip(arguments: argparse.Namespace) -> Episode:
+    clip = clips.read_clip(arguments.clip)
+    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
+    episode = Episode(clips.CLIP_HZ, window_frames=0)
+    title = f"{arguments.clip.name}: {len(schedule)} requests to {arguments.url}"
+    with PolicyClient(arguments.url, None) as client, LiveTable(0, title=title) as table:
+        answer = clips.answered_by(client)
+        clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
+    episode.window_frames = max(record.frames_cached for record in episode.records)
+    return episode
+
+
+def _replay_recording(arguments: argparse.Namespace) -> int:
+    recording = Recording.open(arguments.recording)
+    recording.require_self_contained()
+    if arguments.lerobot is not None:
+        check_lerobot(arguments.lerobot)
+    arguments.batch_invariant |= bool(recording.about.get("batch_invariant"))
+    policy = load_policy_for(arguments, max_sessions=1)
+    try:
+        robot, episode = policy.embodiment, _episode(policy, arguments)
+        episode.action_names = recorded.action_names(robot)
+        title = f"{recording.folder.name}: {recording.num_ticks} ticks"
+        with LiveTable(episode.window_frames, title=title) as table:
+            difference = recorded.drive(policy.open_session(), recording, robot, episode, table)
+        if arguments.lerobot is not None:
+            write_lerobot(arguments.lerobot, recording, robot)
+            print(f"LeRobot dataset in {arguments.lerobot}")
+    finally:
+        policy.close()
+        policy.engine.shutdown()
+    _leave(episode, arguments.output)
+    count = f"{difference.num_equal} of {difference.num_ticks} ticks are equal to the recording bit for bit"
+    print(f"{count}; largest relative difference {difference.largest:.1e}")
+    if difference.exceeds(arguments.tolerance):
+        print(
+            "they differ: another checkpoint, device or dtype, or sessions shared its batches then (docs/recording.md)"
+        )
+        return FAILED
     return OK
 
 
-def read_clip(folder: Path) -> Clip:
-    """The three camera files. Raises ValueError where one is missing, broken, or does not fit the others."""
-    missing = [f"{name}.mp4" for name in CAMERAS if not (folder / f"{name}.mp4").is_file()]
-    if missing:
-        raise ValueError(f"--clip: expected a folder with {', '.join(missing)}, got {folder}")
-    clip = {}
-    for name, field in CAMERAS.items():
-        with progress(f"reading {name}.mp4") as step:
-            clip[field] = read_video(folder / f"{name}.mp4", step)
-    shapes = {name: frames.shape for name, frames in clip.items()}
-    if len(set(shapes.values())) > 1:
-        raise ValueError(f"--clip: expected three videos of one length and size, got {shapes}")
-    return clip
+def _episode(policy: Policy, arguments: argparse.Namespace) -> Episode:
+    for line in describe_model(policy, arguments.checkpoint):
+        print(line)
+    note = "random weights" if is_random(arguments.checkpoint) else ""
+    return Episode(policy.embodiment.fps, policy.engine.model.config.window_frames, note)
 
 
-def frame_schedule(num_frames: int) -> list[list[int]]:
-    """Which frames each request sends: frame 0 alone, then four that end 24 frames after the last ones.
-
-    The reference's test client sends the same.
-    """
-    anchors = range(-OFFSETS[0], num_frames, FRAMES_BETWEEN_TICKS)
-    return [[0], *([anchor + offset for offset in OFFSETS] for anchor in anchors)]
-
-
-def _drive(
-    policy: Policy, clip: Clip, schedule: list[list[int]], prompt: str, episode: Episode, table: LiveTable
-) -> None:
-    session = policy.open_session()
-    try:
-        for number, frames in enumerate(schedule):
-            tick = _tick(session, clip, frames, prompt, number)
-            episode.ticks.append(tick)
-            table.add(tick.record)
-    finally:
-        session.close("the replay is over")
-
-
-def _tick(session: PolicySession, clip: Clip, frames: list[int], prompt: str, number: int) -> EpisodeTick:
-    observation: dict[str, Any] = {name: video[frames] for name, video in clip.items()}
-    observation["observation/joint_position"] = np.zeros(7)
-    observation["observation/gripper_position"] = np.zeros(1)
-    observation["prompt"] = prompt
-    reply = session.infer(observation).result()
-    result, predicted = reply.result, reply.decode_video()
-    record = TickRecord(
-        number,
-        session.session_id,
-        reply.timings,
-        result.frames_cached,
-        result.blocks_used,
-        result.blocks_free,
-        result.restart_reason,
-    )
-    now = frames[-1]
-    later = now + np.arange(1, len(predicted) + 1) * (CLIP_HZ // VIDEO_HZ)  # when the imagined frames would be seen
-    later = later[later < _num_frames(clip)]
-    seen = tile_cameras({name: video[later] for name, video in clip.items()})
-    return EpisodeTick(record, reply.actions, now / CLIP_HZ, predicted, seen)
-
-
-def _num_frames(clip: Clip) -> int:
-    return len(next(iter(clip.values())))
-
-
-def _summarise(episode: Episode, folder: Path, files: dict[str, str]) -> None:
+def _leave(episode: Episode, folder: Path) -> int:
+    with progress("writing video and plots") as step:
+        files = episode.save(folder, step)
     totals = [record.total_ms for record in episode.records]
     restarts = sum(record.restart_reason is not None for record in episode.records)
     num_actions = sum(len(tick.actions) for tick in episode.ticks)
@@ -132,3 +108,4 @@ def _summarise(episode: Episode, folder: Path, files: dict[str, str]) -> None:
     print(f"look into {folder}/")
     for name, what in files.items():
         print(f"  {name:<24} {what}")
+    return OK

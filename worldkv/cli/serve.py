@@ -7,6 +7,8 @@ import logging
 
 from worldkv import __version__
 from worldkv.cli.common import LISTENING, OK, describe_model, is_random, load_policy_for
+from worldkv.policy.policy import Policy
+from worldkv.policy.recorder import Recorder
 from worldkv.server.policy_server import PolicyServer, ServerConfig
 
 
@@ -21,6 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     policy = load_policy_for(arguments, max_sessions=arguments.max_sessions)
     try:
+        if arguments.record is not None:
+            policy.recorder = _recorder(policy, arguments)
         server = PolicyServer(policy, config)
         server.listen()
         print(f"worldkv {__version__}")
@@ -28,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {line}")
         if is_random(arguments.checkpoint):
             print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
+        if arguments.record is not None:
+            print(f"  recording  every session, to {arguments.record}")
         print(_where(config, server.port), flush=True)
         server.run()
         print("stopped; every session was closed", flush=True)
@@ -35,6 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
         policy.close()
         policy.engine.shutdown()
     return OK
+
+
+def _recorder(policy: Policy, arguments: argparse.Namespace) -> Recorder:
+    storage, robot = policy.engine.cache.storage, policy.embodiment
+    about = {
+        "checkpoint": arguments.checkpoint.resolve().name,
+        "random_weights": is_random(arguments.checkpoint),
+        "embodiment": robot.tag,
+        "rate_hz": robot.fps,
+        "steps": policy.engine.model.steps,
+        "cfg_scale": policy.engine.model.config.cfg_scale,
+        "batch_invariant": policy.engine.config.batch_invariant,
+        "device": str(storage.device),
+        "dtype": str(storage.dtype).removeprefix("torch."),
+        "worldkv": __version__,
+    }
+    return Recorder(arguments.record, about, 1e9 * arguments.record_limit_gb)
 
 
 def _where(config: ServerConfig, port: int) -> str:

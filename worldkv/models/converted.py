@@ -88,9 +88,10 @@ def compare_shards(checkpoint: Checkpoint, shards: list[Shard], folder: Path, pr
                 done += tensor.numel() * tensor.itemsize
                 progress(done, total)
     if differ:
+        count = f"{len(differ)} of {sum(len(shard.names) for shard in shards)} tensors"
         raise CheckpointError(
-            f"{folder}: {len(differ)} of {sum(len(s.names) for s in shards)} tensors are not what the source holds ({', '.join(differ[:3])}, ...): were they "
-            "written from another checkpoint? Remove the folder and convert again"
+            f"{folder}: {count} are not what the source holds ({', '.join(differ[:3])}, ...): were they written from "
+            "another checkpoint? Remove the folder and convert again"
         )
 
 

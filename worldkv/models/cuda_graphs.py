@@ -20,6 +20,7 @@ from worldkv.models.rotary import Phases
 from worldkv.models.wan_dit import ForwardPlans, RunBlocks
 
 _MAX_GRAPHS = 64
+_ERROR_MODE = "thread_local"  # other threads decode videos and write recordings meanwhile
 
 
 @cache
@@ -105,7 +106,7 @@ class GraphedBlocks:
         own_plans = ForwardPlans(*(plan.with_own_tensors() for plan in _plans(plans)))
         own = [tensor.clone() for tensor in (x, modulation_U6, level_T, *phases)]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=_memory_pool()):
+        with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode=_ERROR_MODE):
             self._blocks(own[0], own[1], own[2], (own[3], own[4]), own_plans)
         self.num_captured += 1
         return _Captured(graph, _inputs(own[0], own[1], own[2], (own[3], own[4]), own_plans))
@@ -130,7 +131,7 @@ class GraphedCall:
             return self._function(*tensors)
         if key not in self._captured:
             own, graph = [tensor.clone() for tensor in tensors], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=_memory_pool()):
+            with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode=_ERROR_MODE):
                 output = self._function(*own)
             self._captured[key] = (graph, own, output)
             while len(self._captured) > self._max_graphs:

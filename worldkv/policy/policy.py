@@ -26,6 +26,7 @@ from worldkv.models.tick_io import TickResult
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.observation import Observation
 from worldkv.policy.preparation import Memory, Preparation, Prepared, Tokenizer
+from worldkv.policy.recorder import Recorder, SessionRecorder
 
 if TYPE_CHECKING:
     from worldkv.engine.engine import Engine, Health
@@ -60,6 +61,7 @@ class Policy:
         self.embodiment = embodiment
         self.engine = engine
         self._preparation = Preparation(embodiment, tokenizer)
+        self.recorder: Recorder | None = None  # set it before the first session; `close` closes it
         self._pool = ThreadPoolExecutor(_PREPROCESS_THREADS, thread_name_prefix="worldkv-policy")
         self._warm = False
 
@@ -86,9 +88,14 @@ class Policy:
 
     def open_session(self, session_id: str | None = None) -> PolicySession:
         """A new session with an empty history. Raises AdmissionRefused if there is no room for it."""
-        session_id = session_id or uuid.uuid4().hex
+        return self._open(session_id or uuid.uuid4().hex, recorded=True)
+
+    def _open(self, session_id: str, *, recorded: bool) -> PolicySession:
         engine_session = self.engine.open_session(session_id)
-        return PolicySession(session_id, engine_session, self.engine, self._preparation, self._pool)
+        session = PolicySession(session_id, engine_session, self.engine, self._preparation, self._pool)
+        if recorded and self.recorder is not None:
+            session.recorder = self.recorder.begin(session_id)
+        return session
 
     def fork(self, source: PolicySession | PolicySnapshot, session_id: str | None = None) -> PolicySession:
         """A new session that goes on from a session as it is now, or from a snapshot; no K/V is copied.
@@ -103,6 +110,9 @@ class Policy:
                 forked = self.engine.fork(source.engine_session, session_id)
         session = PolicySession(session_id, forked, self.engine, self._preparation, self._pool)
         session.remember(memory)
+        if self.recorder is not None:
+            origin = "a snapshot" if isinstance(source, PolicySnapshot) else source.session_id
+            session.recorder = self.recorder.begin(session_id, forked_from=origin)
         return session
 
     def release(self, snapshot: PolicySnapshot) -> None:
@@ -112,7 +122,7 @@ class Policy:
     def warm_up(self) -> None:
         """Run the two kinds of tick that robots ask for (first, later) in a session that is thrown away."""
         self.engine.warm_up()
-        session = self.open_session()
+        session = self._open(uuid.uuid4().hex, recorded=False)
         try:
             for num_frames in (1, self.embodiment.frames_per_tick):
                 session.infer(self._preparation.synthetic_observation(num_frames)).result()
@@ -128,6 +138,8 @@ class Policy:
     def close(self) -> None:
         """Stop the policy's threads; ticks still in the engine end with EngineStopped. Safe twice."""
         self._pool.shutdown(wait=True)
+        if self.recorder is not None:
+            self.recorder.close()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +190,7 @@ class PolicySession:
         self._memory = Memory()
         self._tick: _Tick | None = None
         self._closed_for: str | None = None
+        self.recorder: SessionRecorder | None = None
 
     def infer(self, observation: Observation | Mapping[str, Any]) -> Future[PolicyReply]:
         """Start a tick and return at once. The arrays of `observation` must not change until it is done.
@@ -206,6 +219,7 @@ class PolicySession:
         with self._control, self._ending_tick("was reset"):
             self._require_open()
             self._memory = replace(self._memory, views=())
+            self._record("reset")
             self._engine.reset(self.engine_session)
 
     def close(self, reason: str) -> None:
@@ -214,6 +228,7 @@ class PolicySession:
             if self._closed_for is None:
                 self._closed_for = reason
                 self._memory = Memory()
+                self._record("closed", reason=reason)
                 self._engine.close(self.engine_session, reason)
 
     def snapshot(self) -> PolicySnapshot:
@@ -229,6 +244,7 @@ class PolicySession:
         with self.between_ticks():
             self._engine.restore(self.engine_session, snapshot.engine_snapshot)
             self.remember(snapshot.memory)
+            self._record("restored")
 
     def park(self) -> None:
         """Move the session's K/V to host memory until its next tick. Raises SessionBusy during a tick."""
@@ -281,6 +297,10 @@ class PolicySession:
             if tick is not None:
                 tick.fail(SessionEnded(f"session {self.session_id} {how}, during this tick"))
 
+    def _record(self, event: str, **details: str) -> None:
+        if self.recorder is not None:
+            self.recorder.event(event, **details)
+
     def _require_open(self) -> None:
         if self._closed_for is not None:
             raise SessionNotFound(f"session {self.session_id} is closed ({self._closed_for}); open a new one")
@@ -290,7 +310,7 @@ class PolicySession:
         try:
             read = tick.observation
             if not isinstance(read, Observation):
-                read = self._preparation.read(read)
+                read = tick.observation = self._preparation.read(read)
             prepared = self._preparation.prepare(read, memory)
             with self._lock:
                 if self._tick is not tick:  # reset or closed meanwhile
@@ -339,6 +359,9 @@ class PolicySession:
                 return
             self._tick = None  # before the future is set: its receiver may send the next observation at once
             self._memory = memory or self._memory
+            seen = tick.observation
+            if self.recorder is not None and isinstance(outcome, PolicyReply) and isinstance(seen, Observation):
+                self.recorder.tick(seen, outcome)
         if isinstance(outcome, PolicyReply):
             for warning in outcome.warnings:
                 logger.warning("session %s: %s", self.session_id, warning)
