@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(VENV)/without-torch
+ROBOSUITE := $(VENV)/robosuite
 INSTALL := -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core check clean
+.PHONY: help demo example-robosuite test test-core check clean
 
 help:
 	@echo "make demo       a server, a robot and a tiny random checkpoint; pictures land in demo-output/"
+	@echo "make example-robosuite  a Panda in robosuite drives a server; needs OpenGL, a C compiler, 400 MB more"
 	@echo "make test       all tests"
 	@echo "make test-core  the cache core's tests, where torch is not installed"
 	@echo "make check      ruff, mypy --strict, layering"
@@ -21,6 +23,9 @@ help:
 
 demo: $(VENV)/.run
 	@$(BIN)/worldkv demo
+
+example-robosuite: $(ROBOSUITE)/.installed
+	@$(ROBOSUITE)/bin/python examples/robosuite_panda.py --output demo-output/robosuite_panda.mp4
 
 test: test-core $(VENV)/.test
 	@echo "== all tests"
@@ -62,17 +67,26 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.run
 	@echo "== installing what the tests need (once)"
-	@$(BIN)/python $(INSTALL) -e '.[all,test]'
+	@$(BIN)/python $(INSTALL) -e '.[all,sim,test]'
 	@$(BIN)/python $(INSTALL) --no-deps openpi-client==0.1.2
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test
 	@echo "== installing ruff and mypy (once)"
-	@$(BIN)/python $(INSTALL) -e '.[all,test,check]'
+	@$(BIN)/python $(INSTALL) -e '.[all,sim,test,check]'
 	@touch $@
 
 $(CORE)/.installed: $(VENV)/.created
 	@echo "== creating $(CORE) with numpy, pytest and hypothesis only (once)"
 	@$(PYTHON) -m venv $(CORE)
 	@$(CORE)/bin/python $(INSTALL) 'numpy>=1.26' 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100'
+	@touch $@
+
+# On top of .venv, whose packages it sees; what robosuite pins (an older mujoco, numpy < 2) stays in here.
+$(ROBOSUITE)/.installed: $(VENV)/.run pyproject.toml
+	@echo "== creating $(ROBOSUITE) and installing robosuite there (once)"
+	@$(BIN)/python -m venv $(ROBOSUITE)
+	@$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" > \
+	    $$($(ROBOSUITE)/bin/python -c "import site; print(site.getsitepackages()[0])")/on-top-of.pth
+	@$(ROBOSUITE)/bin/python $(INSTALL) -e '.[robosuite]'
 	@touch $@

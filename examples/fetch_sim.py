@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from simulated_robot import CONTROL_HZ, MujocoCameras, Mount, Views, choose_renderer, run
+from simulated_robot import CONTROL_HZ, Mount, MujocoCameras, Views, choose_renderer, run
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "upperarm_roll", "elbow_flex", "forearm_roll", "wrist_flex", "wrist_roll")
 FINGERS = ("r_gripper_finger", "l_gripper_finger")

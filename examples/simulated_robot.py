@@ -40,6 +40,8 @@ FRAME_OFFSETS = (-23, -16, -8, 0)  # control steps before the request, of the fr
 MAX_SPEED = 1.5  # radians per second; a target that is farther away is approached at this speed
 RENDERER_HINT = "for mujoco's renderer: apt-get install libegl1 libgl1-mesa-dri, or libosmesa6"
 _DEFAULT_RGBA = np.array([0.5, 0.5, 0.5, 1.0], np.float32)  # mujoco's, of a geom that leaves colour to its material
+_BEYOND = (0.72, 0.77, 0.82)  # what a ray sees that meets nothing
+_FAR_M = 20.0
 
 Views = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Left exterior, right exterior, wrist: uint8 [180, 320, 3] each."""
@@ -127,19 +129,23 @@ class MujocoCameras:
 
     def _cast(self, camera: Camera, _fov: float) -> np.ndarray:
         """One ray per pixel, shaded by how squarely it meets the surface."""
-        rays = np.ascontiguousarray(camera.rays.reshape(3, -1).T, np.float64)
-        geoms, distances, normals = np.zeros(len(rays), np.int32), np.zeros(len(rays)), np.zeros(rays.size)
-        groups, origin = np.asarray(self._options.geomgroup, np.uint8), camera.position.astype(np.float64)
-        self._mujoco.mj_multiRay(
-            self._model, self._data, origin, rays.ravel(), groups, True, -1, geoms, distances, normals, len(rays), 20.0
-        )
+        geoms, facing = self._hit(camera)
         own, material = self._model.geom_rgba, self._model.geom_matid[:, None]
         is_own = (own != _DEFAULT_RGBA).any(axis=1, keepdims=True) | (material < 0)
         colours = np.where(is_own, own, self._model.mat_rgba[material[:, 0]])[:, :3]
-        facing = np.abs((normals.reshape(-1, 3) * rays).sum(axis=1, keepdims=True))
-        image = np.where(geoms[:, None] >= 0, colours[geoms] * (0.3 + 0.7 * facing), (0.72, 0.77, 0.82))
-        pixels: np.ndarray = (np.clip(image, 0, 1) * 255).astype(np.uint8).reshape(HEIGHT, WIDTH, 3)
+        image = np.where(geoms[..., None] >= 0, colours[geoms] * (0.3 + 0.7 * facing[..., None]), _BEYOND)
+        pixels: np.ndarray = (np.clip(image, 0, 1) * 255).astype(np.uint8)
         return pixels
+
+    def _hit(self, camera: Camera) -> tuple[np.ndarray, np.ndarray]:
+        """Of each pixel, [180, 320]: the geom that it shows, -1 for none; the cosine between ray and surface normal."""
+        rays = np.ascontiguousarray(camera.rays.reshape(3, -1).T, np.float64)
+        geoms, distances, normals = np.zeros(len(rays), np.int32), np.zeros(len(rays)), np.zeros(rays.size)
+        groups, origin = np.asarray(self._options.geomgroup, np.uint8), camera.position.astype(np.float64)
+        scene, results = (self._model, self._data), (geoms, distances, normals)
+        self._mujoco.mj_multiRay(*scene, origin, rays.ravel(), groups, True, -1, *results, len(rays), _FAR_M)
+        facing = np.abs((normals.reshape(-1, 3) * rays).sum(axis=1))
+        return geoms.reshape(HEIGHT, WIDTH), facing.reshape(HEIGHT, WIDTH)
 
 
 def choose_renderer() -> None:
@@ -215,8 +221,6 @@ def drive(robot: SimulatedRobot, policy: PolicyClient, num_ticks: int) -> np.nda
 def connect(url: str | None) -> Iterator[PolicyClient]:
     """A client of the server at `url`, or of one that is started on a tiny random checkpoint and stopped afterwards."""
     if url is not None:
-        if not url.startswith(("ws://", "wss://")):
-            raise ValueError(f"--url: expected ws://HOST:PORT, got {url!r}")
         with PolicyClient(url, None, api_key=os.environ.get("WORLDKV_API_KEY")) as policy:
             print(f"policy    {url}")
             yield policy
@@ -246,6 +250,8 @@ def run(make_robot: Callable[[int], SimulatedRobot], name: str, description: str
     try:
         if arguments.ticks < 1:
             raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
+        if arguments.url is not None and not arguments.url.startswith(("ws://", "wss://")):
+            raise ValueError(f"--url: expected ws://HOST:PORT, got {arguments.url!r}")
         robot = make_robot(arguments.seed)
         try:
             print(f'robot     {name}, "{robot.prompt}"\ncameras   {robot.renderer}')
@@ -263,7 +269,7 @@ def run(make_robot: Callable[[int], SimulatedRobot], name: str, description: str
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    print(f"video     {arguments.output}: the {len(film)} frames that the policy was sent or would be next, wrist above")
+    print(f"video     {arguments.output}: {len(film)} frames, what the policy was sent and would be next; wrist above")
     return 0
 
 
