@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from simulated_robot import CONTROL_HZ, Mount, MujocoCameras, Views, choose_renderer, run
+from simulated_robot import CONTROL_HZ, Mount, MujocoCameras, Views, importing_mujoco, run
 
 JOINTS = ("shoulder_pan", "shoulder_lift", "upperarm_roll", "elbow_flex", "forearm_roll", "wrist_flex", "wrist_roll")
 FINGERS = ("r_gripper_finger", "l_gripper_finger")
@@ -102,14 +102,10 @@ class FetchRobot:
 
 def _make_environment() -> tuple[Any, Any]:
     """(mujoco, the environment). Raises ImportError with what to install."""
-    choose_renderer()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a notice about other environments
-            import gymnasium
-            import gymnasium_robotics
-            import mujoco
-    except (ImportError, AttributeError) as error:  # PyOpenGL raises either where MUJOCO_GL names what is not there
-        raise ImportError(f"the simulator cannot be imported ({error}): pip install 'worldkv[sim]'") from error
+    with importing_mujoco("sim"), contextlib.redirect_stderr(io.StringIO()):  # a notice about other environments
+        import gymnasium
+        import gymnasium_robotics
+        import mujoco
     gymnasium.register_envs(gymnasium_robotics)
     return mujoco, gymnasium.make("FetchPickAndPlace-v4", max_episode_steps=-1)
 

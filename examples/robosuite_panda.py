@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from simulated_robot import CONTROL_HZ, Mount, MujocoCameras, Views, choose_renderer, run
+from simulated_robot import CONTROL_HZ, Mount, MujocoCameras, Views, importing_mujoco, run
 
 FINGER_OPEN, FINGER_CLOSED = -0.028, 0.51  # radians of a knuckle, measured: its rest, and where the pads meet
 STIFFNESS = 300.0  # the most that the controller takes; per second squared
 COLLISION_GROUP = 0  # robosuite's collision shapes, which would hide the meshes
 MOUNTS = (
-    Mount("robot0_base", (1.35, 0.95, 0.62), (0.35, 0.0, 0.25), fov=34),
-    Mount("robot0_base", (1.35, -0.95, 0.62), (0.35, 0.0, 0.25), fov=34),
+    Mount("robot0_base", (1.35, 0.95, 0.62), (0.35, 0.0, 0.25), fov=38),
+    Mount("robot0_base", (1.35, -0.95, 0.62), (0.35, 0.0, 0.25), fov=38),
     Mount("robot0_right_hand", (0.10, 0.0, -0.02), (0.02, 0.0, 0.25), up=(1, 0, 0), fov=75),
 )
 
@@ -87,11 +87,10 @@ class RobosuitePanda:
 
 def _make_environment(seed: int) -> Any:
     """Raises ImportError with what to install."""
-    choose_renderer()
     logging.disable(logging.WARNING)  # notices about robots and options that are not used here
     try:
-        import robosuite
-
+        with importing_mujoco("robosuite"):
+            import robosuite
         controllers = robosuite.load_composite_controller_config(controller="BASIC", robot="Panda")
         controllers["body_parts"]["right"] |= {
             "type": "JOINT_POSITION",
@@ -115,8 +114,6 @@ def _make_environment(seed: int) -> Any:
             seed=seed,
         )
         environment.reset()
-    except (ImportError, AttributeError) as error:  # PyOpenGL raises either where MUJOCO_GL names what is not there
-        raise ImportError(f"the simulator cannot be started ({error}): pip install 'worldkv[robosuite]'") from error
     finally:
         logging.disable(logging.NOTSET)
     return environment

@@ -148,12 +148,23 @@ class MujocoCameras:
         return geoms.reshape(HEIGHT, WIDTH), facing.reshape(HEIGHT, WIDTH)
 
 
-def choose_renderer() -> None:
-    """Set MUJOCO_GL unless it is set; of use before mujoco is imported only."""
+@contextmanager
+def importing_mujoco(extra: str) -> Iterator[None]:
+    """Around the first import of mujoco: chooses its renderer, unless MUJOCO_GL does. Raises ImportError with what to
+    install where something is missing; `extra` is worldkv's."""
     if sys.platform == "linux" and not os.environ.get("MUJOCO_GL"):
         libraries = (("egl", "EGL"), ("osmesa", "OSMesa"))
         found = (platform for platform, library in libraries if ctypes.util.find_library(library))
         os.environ["MUJOCO_GL"] = next(found, "disable")
+    chosen = os.environ.get("MUJOCO_GL", "")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(f"the simulator is not installed ({error}): pip install 'worldkv[{extra}]'") from error
+    except (ImportError, AttributeError) as error:  # either, of a library that PyOpenGL does not find
+        raise ImportError(f"MUJOCO_GL={chosen} is not usable here ({error}); {RENDERER_HINT}") from error
+    finally:
+        os.environ["MUJOCO_GL"] = chosen  # robosuite writes its own choice there
 
 
 def steps_to_look_after(num_steps: int = HORIZON) -> list[int]:
