@@ -15,7 +15,7 @@ INSTALL := -m pip --disable-pip-version-check install -qq
 
 help:
 	@echo "make demo       a server, a robot and a tiny random checkpoint; pictures land in demo-output/"
-	@echo "make example-robosuite  a Panda in robosuite drives a server; needs OpenGL, a C compiler, 400 MB more"
+	@echo "make example-robosuite  a Panda in robosuite drives a server; needs OpenGL, a C compiler, 1.3 GB"
 	@echo "make test       all tests"
 	@echo "make test-core  the cache core's tests, where torch is not installed"
 	@echo "make check      ruff, mypy --strict, layering"

@@ -98,7 +98,7 @@ class MujocoCameras:
         self._mujoco, self._model, self._data, self._mounts = mujoco, model, data, mounts
         self._options = mujoco.MjvOption()
         self._options.geomgroup[list(hidden_groups)] = 0
-        self._renderer = None
+        self._renderer: Any = None
         self.name = f"rays ({RENDERER_HINT})"
         if os.environ.get("MUJOCO_GL", "").lower() not in ("disable", "disabled", "off", "false", "0"):
             try:

@@ -146,6 +146,22 @@ def test_what_is_wrong_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, caps
         assert error.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mujoco brings its own choice")
+@pytest.mark.parametrize(
+    ("installed", "chosen"), [({"EGL", "OSMesa"}, "egl"), ({"OSMesa"}, "osmesa"), (set(), "disable")]
+)
+def test_the_renderer_is_what_is_installed_unless_the_user_chose(
+    installed: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: name if name in installed else None)
+    for wanted, expected in (("", chosen), ("glfw", "glfw")):
+        monkeypatch.setenv("MUJOCO_GL", wanted)
+        with simulated_robot.importing_mujoco("sim"):
+            assert os.environ["MUJOCO_GL"] == expected
+            os.environ["MUJOCO_GL"] = "overwritten"  # as robosuite does
+        assert os.environ["MUJOCO_GL"] == expected
+
+
 @pytest.fixture
 def fetch() -> Any:
     skip_without("gymnasium_robotics", "mujoco")
