@@ -3,7 +3,8 @@
     make example-robosuite
     python examples/robosuite_panda.py [--ticks 6] [--url ws://HOST:PORT] [--output robosuite_panda.mp4] [--seed 0]
 
-Three cameras of 180x320, absolute joint control at 15 Hz (robosuite's JOINT_POSITION controller with absolute input).
+Three cameras of 180x320, absolute joint control at 15 Hz (robosuite's JOINT_POSITION controller with absolute input;
+a control step is 33 physics steps of 2 ms).
 Without --url a server is started on a tiny checkpoint of random weights, which has learned nothing: the arm's motions
 mean nothing, the loop is real. With --url and a trained DROID checkpoint behind it, remember that these pictures are a
 simulator's: joints, gripper and timing are those of training, the looks and the places of the cameras are not.
