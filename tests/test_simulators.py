@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +212,42 @@ def test_rays_and_opengl_show_the_same_scene(fetch: fetch_sim.FetchRobot, monkey
         assert (drawn == rays._hit(camera)[0]).mean() > 0.98, "the two renderers do not look from the same place"
 
 
-def test_fetch_drives_a_server_over_the_wire(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+class ServerInThisProcess:
+    """What `connect` uses of ServerProcess: the same server for the same folder, without starting an interpreter and
+    importing torch once more. That a process is started, watched and stopped is shown in tests/cli/test_serve.py."""
+
+    pid = os.getpid()
+
+    def __init__(self, checkpoint: Path, log: Path, options: list[str]) -> None:
+        assert "--device" in options
+        self._checkpoint = checkpoint
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> ServerInThisProcess:
+        from worldkv.policy.assembly import load_policy
+        from worldkv.server.policy_server import PolicyServer, ServerConfig
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks
+            policy = load_policy(self._checkpoint)
+        self._cleanup.callback(policy.engine.shutdown)
+        self._cleanup.callback(policy.close)
+        self.port = self._cleanup.enter_context(PolicyServer(policy, ServerConfig(port=0))).port
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def wait_until_ready(self) -> None: ...
+
+
+def test_fetch_drives_a_server_over_the_wire(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_without("gymnasium_robotics", "mujoco", "torch", "diffusers", "transformers", "uvicorn", "av")
     from worldkv.cli.video import read_video
 
+    monkeypatch.setattr(simulated_robot, "ServerProcess", ServerInThisProcess)
     assert fetch_sim.main(["--ticks", "2", "--output", str(tmp_path / "run" / "fetch.mp4")]) == 0
     said = capsys.readouterr().out
     assert "random weights" in said
@@ -223,6 +257,3 @@ def test_fetch_drives_a_server_over_the_wire(tmp_path: Path, capsys: pytest.Capt
     film = read_video(tmp_path / "run" / "fetch.mp4")
     assert film.shape == (1 + 2 * 4, 360, 640, 3)
     assert np.abs(film[0].astype(int) - film[-1]).mean() > 1, "nothing moved in the video"
-    pid = int(re.findall(r"process (\d+)", said)[0])
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
