@@ -36,6 +36,7 @@ class Observation:
     state: Mapping[str, np.ndarray]
     prompt: str
     warnings: Mapping[str, str]
+    executed_steps: int | None = None  # since the last tick, where the client says so
 
 
 def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> Observation:
@@ -61,7 +62,7 @@ def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> 
     }
     prompt = _read_prompt(_require(observation, "prompt"))
     num_frames = min(max_frames, *lengths.values())
-    return Observation(frames, num_frames, state, prompt, warnings)
+    return Observation(frames, num_frames, state, prompt, warnings, _read_steps(observation.get("executed_steps")))
 
 
 def _require(observation: Mapping[str, Any], field: str) -> Any:
@@ -150,6 +151,15 @@ def _check_range(numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndar
             + (f" ({len(outside)} of {len(numbers)} numbers are outside)" if len(outside) > 1 else "")
             + ": check units and joint order"
         )
+
+
+def _read_steps(value: Any) -> int | None:
+    if value is None:
+        return None
+    steps = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise BadRequest(f"executed_steps: expected how many actions were executed since the last tick, got {value!r}")
+    return steps
 
 
 def _read_prompt(value: Any) -> str:

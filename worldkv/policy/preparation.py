@@ -15,6 +15,7 @@ import numpy as np
 
 from worldkv.errors import WorldKVError
 from worldkv.models.tick_io import TickInputs
+from worldkv.policy.contract import contract_warnings
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.observation import Observation, read_observation
 from worldkv.policy.transforms import (
@@ -77,16 +78,11 @@ class Preparation:
         return read_observation(raw, self.embodiment)
 
     def prepare(self, observation: Observation, memory: Memory) -> Prepared:
-        warnings = dict(observation.warnings)
-        if memory.views and observation.num_frames == 1:
-            warnings["one frame"] = (
-                f"one new frame in a tick: the model expects {self.embodiment.frames_per_tick}, spread over the "
-                f"{self.embodiment.action_horizon} steps since the last tick; its clock may run ahead"
-            )
+        views = self._extended_views(observation, memory.views)
+        warnings = {**observation.warnings, **contract_warnings(observation, memory.views, views, self.embodiment)}
         prompt = memory.prompt
         if prompt is None or prompt.text != observation.prompt:
             prompt = self._encode(observation.prompt)
-        views = self._extended_views(observation, memory.views)
         inputs = TickInputs(
             frames=self._tick_frames(views, first=not memory.views),
             state=normalise_state(observation.state, self.embodiment),
