@@ -27,17 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (
-        _add_serve,
-        _add_demo,
-        _add_replay,
-        _add_verify,
-        _add_inspect,
-        _add_convert,
-        _add_embodiments,
-        _add_plan,
-        _add_bench,
-    ):
+    robots = (_add_serve, _add_demo, _add_replay, _add_doctor)
+    folders = (_add_inspect, _add_verify, _add_convert, _add_embodiments)
+    for add in (*robots, *folders, _add_plan, _add_bench):
         add(commands)
     return parser
 
@@ -290,6 +282,27 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
     command.add_argument("--output", type=Path, metavar="FILE", help="draw the memory as a picture (png, svg)")
+
+
+def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "doctor",
+        "From a robot's side: reach a server, check what it expects and what you send, measure, report.",
+        "Opens a session of its own, ticks it with noise (and once with your observation, if you give one) and\n"
+        "deletes it. Warnings of the server are printed as it would log them; a picture shows each camera beside its\n"
+        "place in the model's image, since swapped cameras can only be seen. Needs no torch.",
+        "worldkv doctor --url ws://gpu-box:8000 --observation seen.npz",
+    )
+    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
+    command.add_argument(
+        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
+    )
+    command.add_argument(
+        "--observation", type=Path, metavar="FILE", help="npz with what your robot sends: images, state, prompt"
+    )
+    command.add_argument("--ticks", type=int, default=5, metavar="N", help="to measure with (5)")
+    command.add_argument("--output", type=Path, metavar="FILE", help="the picture, png (none)")
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:

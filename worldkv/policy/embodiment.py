@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 Normalisation = Literal["none", "q99", "mean_std", "min_max", "scale", "binary"]
 Layout = Literal["single", "wrist_over_exteriors", "grid"]
+# where each camera stands in the model's image, in their order
+PLACES: Mapping[Layout, tuple[str, ...]] = MappingProxyType(
+    {
+        "single": ("the whole image",),
+        "wrist_over_exteriors": ("bottom left", "bottom right", "top, twice as wide"),
+        "grid": ("top left", "bottom left", "top right", "bottom right"),
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fastapi.security import APIKeyHeader
 from pydantic import BaseModel, ConfigDict
 
 from worldkv.engine.admission import Capacity
+from worldkv.policy.embodiment import PLACES, Quantity
 from worldkv.server.http import owner_of
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import EndReason, Entry, owned
@@ -95,6 +96,41 @@ class Books(BaseModel):
     explanation: str
 
 
+class CameraContract(BaseModel):
+    """`place`: where the model sees it in its tiled image. `optional`: black where it is not sent."""
+
+    field: str
+    name: str
+    height: int
+    width: int
+    optional: bool
+    place: str
+
+
+class StateContract(BaseModel):
+    """`low`, `high`: what training saw, or what the robot's file allows; a tick outside is warned about."""
+
+    field: str
+    dim: int
+    low: list[float] | None
+    high: list[float] | None
+    meaning: str
+
+
+class RobotContract(BaseModel):
+    """What an observation has to hold. After a first tick of one frame, a tick has `frames_per_tick` of each camera,
+    spread over the `action_horizon` steps since the last one; `chunk_s` is how long a chunk of actions lasts."""
+
+    embodiment: str
+    cameras: list[CameraContract]
+    state: list[StateContract]
+    frames_per_tick: int
+    rate_hz: float
+    action_horizon: int
+    action_dim: int
+    chunk_s: float
+
+
 class Failure(BaseModel):
     """`error_id` finds the reason in the server's log."""
 
@@ -139,6 +175,41 @@ _FAILURES: dict[int | str, dict[str, Any]] = {
 }
 router = APIRouter(prefix="/v1", responses=_FAILURES)
 # Ids may hold slashes, so a path's end is told apart first.
+
+
+@router.get("/embodiment")
+async def describe_embodiment(_: Owner, service: Service) -> RobotContract:
+    """The robot that is served: fields, sizes, ranges and rates of its observations."""
+    robot = service.policy.embodiment
+    places = PLACES[robot.layout]
+    return RobotContract(
+        embodiment=robot.tag,
+        cameras=[
+            CameraContract(
+                field=camera.field,
+                name=camera.name,
+                height=camera.height,
+                width=camera.width,
+                optional=camera.optional,
+                place=place,
+            )
+            for camera, place in zip(robot.cameras, places, strict=False)
+        ],
+        state=[_state_contract(quantity) for quantity in robot.state],
+        frames_per_tick=robot.frames_per_tick,
+        rate_hz=robot.fps,
+        action_horizon=robot.action_horizon,
+        action_dim=robot.action_dim,
+        chunk_s=robot.action_horizon / robot.fps,
+    )
+
+
+def _state_contract(quantity: Quantity) -> StateContract:
+    ends: tuple[Any, Any] | None = quantity.training_range
+    if quantity.allowed is not None:
+        ends = tuple([end] * quantity.dim for end in quantity.allowed)  # type: ignore[assignment]
+    low, high = (None, None) if ends is None else (list(map(float, end)) for end in ends)
+    return StateContract(field=quantity.field, dim=quantity.dim, low=low, high=high, meaning=quantity.meaning)
 
 
 @router.get("/sessions")

@@ -1,0 +1,101 @@
+"""`worldkv doctor`, from the robot's side of a real server."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("fastapi")
+
+from engines import random_checkpoint
+from server_fakes import eventually, http_get
+
+from worldkv.cli.main import main
+from worldkv.engine.engine import EngineConfig
+from worldkv.policy.assembly import load_policy
+from worldkv.server.policy_server import PolicyServer, ServerConfig
+
+KEY = "a-robots-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        policy = load_policy(random_checkpoint("ti2v"), EngineConfig(max_sessions=2))
+    with PolicyServer(policy, ServerConfig(port=0, api_key=KEY)) as server:
+        eventually(lambda: http_get(server.port, "/healthz")[0] == 200, 30)
+        yield server
+    policy.close()
+    policy.engine.shutdown()
+
+
+def doctor(server: PolicyServer, *more: str, key: str = KEY) -> int:
+    return main(["doctor", "--url", f"ws://127.0.0.1:{server.port}", "--api-key", key, "--ticks", "2", *more])
+
+
+def own(tmp_path: Path, **changes: Any) -> Path:
+    rng = np.random.default_rng(0)
+    images = {
+        f"observation/{name}": rng.integers(0, 256, (180, 320, 3), dtype=np.uint8)
+        for name in ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
+    }
+    rest = {"observation/joint_position": np.zeros(7), "observation/gripper_position": np.zeros(1)}
+    whole: dict[str, Any] = {**images, **rest, "prompt": np.array("stack the cups")} | changes
+    np.savez(tmp_path / "seen.npz", **{name: value for name, value in whole.items() if value is not None})
+    return tmp_path / "seen.npz"
+
+
+def test_a_healthy_server_passes_and_keeps_nothing(server: PolicyServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor(server)
+    out = capsys.readouterr().out
+    # the tiny model's chunk lasts 0.4 s: whether two cores are fast enough is not this test's business
+    assert code == 0 or ("FAIL  speed" in out and "1 failures" in out)
+    for words in (
+        "ok    server       is ready",
+        "for 2 more sessions",
+        "ok    robot        oxe_droid, 15 Hz",
+        "observation/wrist_image_left: uint8 180 x 320, top, twice as wide",
+        "observation/gripper_position: 1 numbers 0 (open) to 1 (closed)",
+        "action_space joint_position",
+        "6 actions of 8 numbers",
+        "a chunk lasts 0.40 s",
+    ):
+        assert words in out
+    assert server._service.policy.engine.capacity().num_sessions == 0, "its session is deleted"
+
+
+def test_what_the_server_thinks_of_ones_own_observation_is_told_with_a_picture(
+    server: PolicyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = own(
+        tmp_path, **{"observation/gripper_position": np.array([85.0]), "observation/exterior_image_1_left": None}
+    )
+    doctor(server, "--observation", str(path), "--output", str(tmp_path / "doctor.png"))
+    out = capsys.readouterr().out
+    assert "WARN  yours        observation/gripper_position is 85: expected 0 (open) to 1 (closed)" in out
+    assert "WARN  yours        observation/exterior_image_1_left is missing: the model sees a black view" in out
+    assert (tmp_path / "doctor.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_fails_is_named_with_what_to_do(
+    server: PolicyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(server, key="wrong") == 1
+    assert "FAIL  key          answers 401" in capsys.readouterr().out
+    assert main(["doctor", "--url", "ws://127.0.0.1:9"]) == 1
+    assert "FAIL  server       nothing answers" in capsys.readouterr().out
+    path = own(tmp_path, **{"observation/wrist_image_left": np.zeros((180, 320, 3), np.float32)})
+    assert doctor(server, "--observation", str(path)) == 1
+    assert "expected uint8 [180, 320, 3] or [T, 180, 320, 3], got float32" in capsys.readouterr().out
+    (tmp_path / "text.npz").write_text("no")
+    assert doctor(server, "--observation", str(tmp_path / "text.npz")) == 2
+    assert "expected an npz file" in capsys.readouterr().err

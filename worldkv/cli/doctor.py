@@ -1,0 +1,218 @@
+"""`worldkv doctor`: is the server there, does it take what this robot sends, is it fast enough? Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from worldkv.cli.common import FAILED, OK
+from worldkv.client import PolicyClient
+from worldkv.errors import BadRequest, ConnectionLost, RemoteError
+
+_PROMPT = "check the connection"
+_LEAST_SPARE = 0.8  # of a chunk's time: above it a tick that is a little late already stops the robot
+
+
+class Report:
+    """Findings, printed as they come."""
+
+    def __init__(self) -> None:
+        self.num_warnings = self.num_failures = 0
+
+    def good(self, what: str, text: str) -> None:
+        print(f"  ok    {what:<12} {text}")
+
+    def warn(self, what: str, text: str) -> None:
+        self.num_warnings += 1
+        print(f"  WARN  {what:<12} {text}")
+
+    def fail(self, what: str, text: str) -> None:
+        self.num_failures += 1
+        print(f"  FAIL  {what:<12} {text}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.ticks < 1:
+        raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
+    own = None if arguments.observation is None else _read_observation(arguments.observation)
+    report = Report()
+    print(arguments.url)
+    contract = _reach(arguments, report)
+    if contract is not None:
+        _check_ticks(arguments, contract, own, report)
+        if arguments.output is not None:
+            _draw(arguments.output, contract, own)
+    print(f"{report.num_failures} failures, {report.num_warnings} warnings")
+    return FAILED if report.num_failures else OK
+
+
+def _reach(arguments: argparse.Namespace, report: Report) -> dict[str, Any] | None:
+    """Health, key, room, what is expected; None where nothing more can be checked."""
+    try:
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            status, health = _get(arguments, "/healthz")
+            times.append(1e3 * (time.perf_counter() - started))
+    except OSError as error:
+        report.fail("server", f"nothing answers: {error}; check host, port, firewall, and that the server runs")
+        return None
+    if status != 200:
+        report.fail("server", f"answers {status}: {health}; wait until it is warm, or read its log")
+        return None
+    report.good("server", f"is ready; a small request takes {statistics.median(times):.1f} ms")
+    status, contract = _get(arguments, "/v1/embodiment")
+    if status != 200:
+        said = contract.get("message", contract) if isinstance(contract, Mapping) else contract
+        report.fail("key", f"answers {status}: {said}" + ("; give --api-key" if status == 401 else ""))
+        return None
+    status, books = _get(arguments, "/v1/capacity")
+    room = books["num_more_sessions"] if status == 200 else 0
+    tell = report.good if room else report.warn
+    tell("room", f"for {room} more sessions" + ("" if room else ": idle ones are parked, or you are refused"))
+    assert isinstance(contract, dict)
+    _show(contract, report)
+    return contract
+
+
+def _show(contract: Mapping[str, Any], report: Report) -> None:
+    report.good("robot", f"{contract['embodiment']}, {contract['rate_hz']:g} Hz")
+    for camera in contract["cameras"]:
+        size = f"uint8 {camera['height']} x {camera['width']}, {camera['place']}"
+        may = ", may be missing" if camera["optional"] else ""
+        print(f"        camera       {camera['field']}: {size}{may}")
+    for entry in contract["state"]:
+        print(f"        state        {entry['field']}: {entry['dim']} numbers {entry['meaning']}".rstrip())
+    frames, horizon = contract["frames_per_tick"], contract["action_horizon"]
+    print(f"        a tick       {frames} frames of each camera, over the {horizon} steps since the last one")
+
+
+def _check_ticks(
+    arguments: argparse.Namespace, contract: Mapping[str, Any], own: dict[str, Any] | None, report: Report
+) -> None:
+    rng = np.random.default_rng(0)
+    client = PolicyClient(arguments.url, None, api_key=arguments.api_key, connect_wait=0.0)
+    try:
+        with client:
+            report.good("greeting", ", ".join(f"{name} {value}" for name, value in client.metadata.items()))
+            if own is not None:
+                _tick(client, contract, own, report, "yours")
+                client.reset()
+            times = [_tick(client, contract, _noise(contract, rng, 1), report, "first tick")]
+            for _ in range(arguments.ticks):
+                times.append(
+                    _tick(client, contract, _noise(contract, rng, contract["frames_per_tick"]), report, "tick")
+                )
+            _judge(times, contract, report)
+    except (ConnectionLost, RemoteError, BadRequest) as error:
+        report.fail("ticks", str(error))
+    finally:
+        _delete(arguments, client.session_id)
+
+
+def _tick(
+    client: PolicyClient, contract: Mapping[str, Any], observation: dict[str, Any], report: Report, what: str
+) -> float:
+    """Seconds of one tick; its warnings are reported."""
+    started = time.perf_counter()
+    reply = client.infer(observation, details=True)
+    seconds = time.perf_counter() - started
+    assert isinstance(reply, dict), "details come in a map"
+    for warning in reply.get("warnings", ()):
+        report.warn(what, warning)
+    actions, expected = np.asarray(reply["actions"]), (contract["action_horizon"], contract["action_dim"])
+    if actions.shape != expected or not np.isfinite(actions).all():
+        report.fail(what, f"actions: expected {expected} finite numbers, got shape {actions.shape}")
+    elif what != "tick":
+        report.good(what, f"{len(actions)} actions of {actions.shape[1]} numbers after {seconds:.2f} s")
+    return seconds
+
+
+def _judge(times: list[float], contract: Mapping[str, Any], report: Report) -> None:
+    later, chunk = times[1:], contract["chunk_s"]
+    median, worst = statistics.median(later), max(later)
+    text = f"median {median:.2f} s, slowest {worst:.2f} s; a chunk lasts {chunk:.2f} s"
+    if worst > chunk:
+        report.fail("speed", f"{text}: the robot has to stop and wait")
+    elif worst > _LEAST_SPARE * chunk:
+        report.warn("speed", f"{text}: little is to spare")
+    else:
+        report.good("speed", text)
+
+
+def _noise(contract: Mapping[str, Any], rng: np.random.Generator, num_frames: int) -> dict[str, Any]:
+    observation: dict[str, Any] = {"prompt": _PROMPT}
+    for camera in contract["cameras"]:
+        shape = (num_frames, camera["height"], camera["width"], 3)
+        observation[camera["field"]] = rng.integers(0, 256, shape, dtype=np.uint8)
+    for entry in contract["state"]:
+        zeros = [0.0] * entry["dim"]
+        low, high = entry["low"] or zeros, entry["high"] or zeros
+        observation[entry["field"]] = (np.array(low) + np.array(high)) / 2
+    return observation
+
+
+def _read_observation(path: Path) -> dict[str, Any]:
+    """An npz file's arrays by name; texts as texts. Raises ValueError."""
+    try:
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--observation: expected an npz file of numpy arrays, {path}: {error}") from error
+    return {
+        name: array.item() if array.dtype.kind in "US" and array.ndim == 0 else array for name, array in found.items()
+    }
+
+
+def _get(arguments: argparse.Namespace, path: str, method: str = "GET") -> tuple[int, Any]:
+    """(status, decoded answer). Raises OSError where nothing answers."""
+    scheme, _, rest = arguments.url.rpartition("://")
+    root = {"": "http", "ws": "http", "wss": "https"}.get(scheme, scheme) + "://" + rest.rstrip("/")
+    headers = {"authorization": f"Api-Key {arguments.api_key}"} if arguments.api_key else {}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(root + path, None, headers, method=method), timeout=10
+        ) as answer:
+            status, body = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, body = error.code, error.read()
+    try:
+        return status, json.loads(body)
+    except ValueError:
+        return status, body.decode(errors="replace").strip()
+
+
+def _delete(arguments: argparse.Namespace, session_id: str) -> None:
+    try:
+        _get(arguments, f"/v1/sessions/{session_id}", "DELETE")
+    except OSError:
+        return
+
+
+def _draw(path: Path, contract: Mapping[str, Any], own: dict[str, Any] | None) -> None:
+    """Each camera beside its place in the model's image; noise where no observation was given."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--output needs matplotlib ({error}): pip install 'worldkv[plots]'") from error
+    cameras = contract["cameras"]
+    figure = Figure(figsize=(4.2 * len(cameras), 3.2), dpi=120, layout="constrained")
+    for axes, camera in zip(figure.subplots(1, len(cameras), squeeze=False)[0], cameras, strict=True):
+        image = None if own is None else own.get(camera["field"])
+        if image is not None:
+            axes.imshow(image if image.ndim == 3 else image[-1])
+        axes.set_title(f"{camera['field']}\nis {camera['name']}: {camera['place']}", fontsize=8)
+        axes.set_xlabel("" if image is not None else "not given" if own is not None else "give --observation to see it")
+        axes.set_xticks([]), axes.set_yticks([])
+    figure.savefig(path)
+    print(f"        picture      {path}: is each camera where its title says?")
