@@ -11,33 +11,38 @@ pytest.importorskip("diffusers")
 pytest.importorskip("matplotlib")
 
 import torch
+from engines import random_checkpoint
 
 from worldkv.bench.models import TRUE_SIZES
+from worldkv.bench.structure import write_true_structure
 from worldkv.cli.main import main
-from worldkv.cli.plan import make_plan
+from worldkv.cli.plan import make_plan, sizes_of_checkpoint, sizes_of_model
+from worldkv.models.dreamzero_config import dreamzero_14b
 from worldkv.models.random_model import random_model
 
 
 @pytest.mark.parametrize("model", ["dreamzero-14b", "dreamzero-5b"])
 def test_weights_are_those_of_the_modules(model: str) -> None:
     made = random_model(TRUE_SIZES[model](), device="meta", dtype=torch.bfloat16)
-    plan = make_plan(model, 141, "model", None, "reset", 128)
+    plan = make_plan(sizes_of_model(model), 141, "model", None, "reset", 128)
     assert plan.dit == 2 * sum(parameter.numel() for parameter in made._dit.parameters())
     encoders = (made.encoders.vae.module, made.encoders.text.module, made.encoders.image.module)
     assert plan.encoders == pytest.approx(2 * sum(p.numel() for m in encoders for p in m.parameters()), rel=1e-3)
 
 
 def test_what_the_weights_leave_is_divided_by_a_session() -> None:
-    plan = make_plan("dreamzero-14b", 141, "model", None, "reset", 128)
+    plan = make_plan(sizes_of_model("dreamzero-14b"), 141, "model", None, "reset", 128)
     assert plan.session / 2**30 == pytest.approx(15.0, abs=0.1)
     used = plan.dit + plan.encoders + plan.shared + plan.workspace
     assert plan.num_sessions == (plan.memory - used) // plan.session == 5
-    assert make_plan("dreamzero-5b", 141, "model", None, "reset", 128).num_sessions > 64
+    assert make_plan(sizes_of_model("dreamzero-5b"), 141, "model", None, "reset", 128).num_sessions > 64
 
 
 def test_fp8_and_no_guidance_make_room() -> None:
-    plain, fp8 = (make_plan("dreamzero-14b", 80, precision, None, "reset", 128) for precision in ("model", "fp8"))
-    alone = make_plan("dreamzero-14b", 80, "model", 1.0, "reset", 128)
+    plain, fp8 = (
+        make_plan(sizes_of_model("dreamzero-14b"), 80, precision, None, "reset", 128) for precision in ("model", "fp8")
+    )
+    alone = make_plan(sizes_of_model("dreamzero-14b"), 80, "model", 1.0, "reset", 128)
     products = 40 * (6 * 5120 * 5120 + 2 * 5120 * 13824)
     assert plain.dit - fp8.dit == products
     assert plain.num_sessions < fp8.num_sessions
@@ -55,3 +60,16 @@ def test_a_table_and_a_picture(memory: str, says: str, tmp_path: Path, capsys: p
     assert says in text
     assert "a parked session, on the host" in text
     assert picture.stat().st_size > 5_000
+
+
+def test_a_folder_is_planned_from_its_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_true_structure(tmp_path / "DreamZero-DROID", dreamzero_14b())
+    found, named = sizes_of_checkpoint(folder, [], None), sizes_of_model("dreamzero-14b")
+    assert (found.dit, found.encoders, found.model, found.chunk_s) == (
+        named.dit,
+        named.encoders,
+        "dreamzero-14b",
+        pytest.approx(6 / 15),  # of the tiny conf.yaml that stands beside it
+    )
+    assert main(["plan", "--checkpoint", str(random_checkpoint("ti2v")), "--memory", "24"]) == 0
+    assert "not measured for these sizes" in capsys.readouterr().out

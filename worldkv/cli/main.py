@@ -272,16 +272,20 @@ def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "plan",
         "How many robots one GPU serves: memory by part, sessions that fit, time of a tick.",
-        "Sizes are those of the released models; times were measured on one H200 (docs/benchmarks.md). Needs no GPU.",
+        "Sizes are those of the released models, or a folder's; times were measured on one H200\n"
+        "(docs/benchmarks.md). Needs no GPU.",
         "worldkv plan --model dreamzero-14b --memory 141 --precision fp8 --output plan.png",
     )
-    command.add_argument("--model", choices=("dreamzero-14b", "dreamzero-5b"), default="dreamzero-14b")
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=("dreamzero-14b", "dreamzero-5b"), default="dreamzero-14b")
+    what.add_argument("--checkpoint", type=Path, metavar="DIR", help="plan for this folder, from its headers")
     command.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
     command.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
     command.add_argument("--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off")
     command.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
     command.add_argument("--block-size", type=int, default=128, help="KV slots per block, a power of two (128)")
     command.add_argument("--output", type=Path, metavar="FILE", help="draw the memory as a picture (png, svg)")
+    _add_robot_and_base(command)
 
 
 def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
