@@ -21,7 +21,7 @@ from worldkv.engine.admission import Admission, Capacity
 from worldkv.engine.residency import Residency
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Job, Session, Snapshot
-from worldkv.engine.stats import Stats
+from worldkv.engine.stats import BlockMap, Stats
 from worldkv.engine.worker import Worker
 from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound
 from worldkv.kv.cache import KVCache
@@ -190,6 +190,10 @@ class Engine:
         with self._condition:
             return self.admission.capacity(bytes_per_block, len(self.sessions), self.cache.pool.num_used)
 
+    def block_map(self) -> BlockMap:
+        """Who holds which block. Waits for the forward under way; takes as long as the blocks in use are many."""
+        return self._worker.wait(self._worker.errand(self._do_block_map))
+
     def stats(self) -> Stats:
         """Counters for metrics; reading them stops nothing."""
         store, pool = self.cache.conditioning, self.cache.pool
@@ -303,6 +307,22 @@ class Engine:
             session.kv, session.rollout = self.cache.create_state(), self.model.new_rollout()
             self.sessions[session_id] = session
             return session
+
+    def _do_block_map(self) -> BlockMap:
+        pool = self.cache.pool
+        with self._condition:
+            sessions = dict(self.sessions)
+        return BlockMap(
+            pool.num_blocks,
+            {
+                name: {branch: list(state.table.blocks) for branch, state in session.kv.branches.items()}
+                for name, session in sessions.items()
+                if session.parked is None
+            },
+            self.cache.conditioning.blocks(),
+            sorted({block for snapshot in self._snapshots for block in snapshot.kv.blocks()}),
+            [block for block in range(pool.num_blocks) if pool.num_references(block) > 1],
+        )
 
     def _do_reset(self, session: Session) -> None:
         with self._condition:

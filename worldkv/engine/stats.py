@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class BlockMap:
+    """Who holds which block, for displays. Ids of blocks; one may be held by many."""
+
+    num_blocks: int
+    sessions: Mapping[str, Mapping[str, list[int]]]  # session -> branch -> its history's blocks
+    conditioning: list[int]
+    snapshots: list[int]
+    shared: list[int]  # held by more than one
+
+
+@dataclass(frozen=True)
 class Stats:
     """What the engine has done so far, and what it holds. Counts of what was done only ever grow."""
 

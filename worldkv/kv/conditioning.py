@@ -49,6 +49,10 @@ class ConditioningStore:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def blocks(self) -> list[int]:
+        """All blocks that hold entries."""
+        return [int(block) for entry in self._entries.values() for block in entry.blocks]
+
     def __contains__(self, key: str) -> bool:
         return key in self._entries
 

@@ -62,11 +62,14 @@ class KVSnapshot:
     @property
     def num_blocks(self) -> int:
         """Blocks this snapshot keeps from being freed, conditioning included; those it shares are counted too."""
+        return len(self.blocks())
+
+    def blocks(self) -> set[int]:
         held = {block for branch in self.branches.values() for block in branch.table.blocks}
         for branch in self.branches.values():
             for entry in branch.conditioning.values():
                 held.update(entry.blocks.tolist())
-        return len(held)
+        return held
 
     def release(self) -> None:
         """Give the references back; safe to call twice."""

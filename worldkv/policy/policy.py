@@ -150,11 +150,19 @@ class PolicySnapshot:
     memory: Memory
 
 
+@dataclass(frozen=True)
+class Imagined:
+    """In place of an observation: what the last tick predicted is taken for observed. `noise_seed`: None is the
+    model's own."""
+
+    noise_seed: int | None = None
+
+
 @dataclass(eq=False)
 class _Tick:
     """One call of `infer`: its session's `_tick` until it is settled, by its own outcome or by a reset."""
 
-    observation: Observation | Mapping[str, Any]
+    observation: Observation | Imagined | Mapping[str, Any]
     future: Future[PolicyReply] = field(default_factory=Future)
     started: float = field(default_factory=time.perf_counter)
 
@@ -201,7 +209,14 @@ class PolicySession:
         SessionEnded (reset or closed meanwhile), the
         engine's errors.
         """
-        tick = _Tick(observation if isinstance(observation, Observation) else dict(observation))
+        return self._start(_Tick(observation if isinstance(observation, Observation) else dict(observation)))
+
+    def imagine(self, noise_seed: int | None = None) -> Future[PolicyReply]:
+        """A tick without a robot: the future that the last one predicted is taken for observed, and the next one
+        imagined. Raises like `infer`; BadRequest where nothing was observed yet."""
+        return self._start(_Tick(Imagined(noise_seed)))
+
+    def _start(self, tick: _Tick) -> Future[PolicyReply]:
         tick.future.set_running_or_notify_cancel()  # a caller cannot cancel; reset and close do
         with self._lock:
             self._require_open()
@@ -309,9 +324,12 @@ class PolicySession:
         """Policy thread: observation to inputs, then over to the engine."""
         try:
             read = tick.observation
-            if not isinstance(read, Observation):
-                read = tick.observation = self._preparation.read(read)
-            prepared = self._preparation.prepare(read, memory)
+            if isinstance(read, Imagined):
+                prepared = self._preparation.imagine(memory, read.noise_seed)
+            else:
+                if not isinstance(read, Observation):
+                    read = tick.observation = self._preparation.read(read)
+                prepared = self._preparation.prepare(read, memory)
             with self._lock:
                 if self._tick is not tick:  # reset or closed meanwhile
                     return
@@ -362,6 +380,8 @@ class PolicySession:
             seen = tick.observation
             if self.recorder is not None and isinstance(outcome, PolicyReply) and isinstance(seen, Observation):
                 self.recorder.tick(seen, outcome)
+            elif isinstance(outcome, PolicyReply):
+                self._record("imagined")
         if isinstance(outcome, PolicyReply):
             for warning in outcome.warnings:
                 logger.warning("session %s: %s", self.session_id, warning)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from worldkv.errors import WorldKVError
+from worldkv.errors import BadRequest, WorldKVError
 from worldkv.models.tick_io import TickInputs
 from worldkv.policy.contract import contract_warnings
 from worldkv.policy.embodiment import Embodiment
@@ -53,6 +53,7 @@ class Memory:
     views: tuple[np.ndarray, ...] = ()
     prompt: Prompt | None = None
     warned: frozenset[str] = frozenset()
+    state: Mapping[str, np.ndarray] | None = None  # the newest, raw
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,21 @@ class Preparation:
             inputs=inputs,
             state=observation.state,
             warnings=tuple(text for subject, text in warnings.items() if subject not in memory.warned),
-            memory=Memory(views, prompt, memory.warned | warnings.keys()),
+            memory=Memory(views, prompt, memory.warned | warnings.keys(), observation.state),
         )
+
+    def imagine(self, memory: Memory, noise_seed: int | None) -> Prepared:
+        """A tick that takes what the last one predicted for observed. Raises BadRequest where nothing was observed."""
+        if memory.prompt is None or memory.state is None:
+            raise BadRequest("imagine: nothing was observed yet; send the first frames")
+        inputs = TickInputs(
+            frames=None,
+            state=normalise_state(memory.state, self.embodiment),
+            token_ids=memory.prompt.token_ids,
+            attention_mask=memory.prompt.attention_mask,
+            noise_seed=noise_seed,
+        )
+        return Prepared(inputs=inputs, state=memory.state, warnings=(), memory=memory)
 
     def robot_actions(self, actions: np.ndarray, state: Mapping[str, np.ndarray]) -> np.ndarray:
         """Normalised [horizon, >= action_dim] to absolute float32 [horizon, action_dim], finite.

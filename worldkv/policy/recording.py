@@ -63,8 +63,9 @@ class Recording:
     def require_self_contained(self) -> None:
         """Raises BadRequest where ticks stand on what was not recorded."""
         origin = self.about.get("forked_from")
-        if origin is None and any(event["event"] == "restored" for event in self.events):
-            origin = "a snapshot that was restored"
+        names = {event["event"] for event in self.events}
+        if origin is None and names & {"restored", "imagined"}:
+            origin = "a snapshot that was restored" if "restored" in names else "what was imagined"
         if origin is not None:
             raise BadRequest(f"{self.folder}: cannot be replayed alone: it goes on from {origin}, which is not in it")
         numbers = [event["tick"] for event in self.events if event["event"] == "tick"]
