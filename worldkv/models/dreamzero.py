@@ -95,6 +95,15 @@ class DreamZero:
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
         self.spec = kv_spec(config, window_policy)
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of the DiT and the encoders; what modules share is counted once."""
+        modules = (self._dit, self.encoders.vae.module, self.encoders.text.module, self.encoders.image.module)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in modules for t in m.parameters()
+        }
+        return sum(storages.values())
+
     # what the engine runs
 
     def new_rollout(self) -> Rollout:

@@ -151,7 +151,7 @@ def load_policy(
         precision=precision,
         progress=progress,
     )
-    return Policy(engine, robot, tokenizer)
+    return Policy(engine, robot, tokenizer, random_weights=checkpoint.random_weights)
 
 
 class Described(Protocol):

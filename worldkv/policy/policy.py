@@ -57,9 +57,12 @@ class PolicyReply:
 class Policy:
     """Serves one embodiment of one checkpoint. Thread-safe; `close` stops its threads, not the engine."""
 
-    def __init__(self, engine: Engine, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, engine: Engine, embodiment: Embodiment, tokenizer: Tokenizer, *, random_weights: bool = False
+    ) -> None:
         self.embodiment = embodiment
         self.engine = engine
+        self.random_weights = random_weights  # nobody trained them; displays say so
         self._preparation = Preparation(embodiment, tokenizer)
         self.recorder: Recorder | None = None  # set it before the first session; `close` closes it
         self._pool = ThreadPoolExecutor(_PREPROCESS_THREADS, thread_name_prefix="worldkv-policy")

@@ -1,4 +1,5 @@
-"""The ASGI app: any path upgrades to a robot's websocket; `/v1` for sessions, `/healthz`, `/metrics`, `/openapi.json`.
+"""The ASGI app: any path upgrades to a robot's websocket; `/v1` for sessions, `/healthz`, `/metrics`, `/openapi.json`,
+and `/` for people.
 
 Does not know which web server runs it. That must let messages of twice `max_message_bytes` through, so that
 one too long is refused with a reason, and must run lifespan events.
@@ -22,6 +23,7 @@ from starlette.websockets import WebSocket
 from worldkv.errors import WorldKVError
 from worldkv.server.config import ServerConfig
 from worldkv.server.connection import Connection
+from worldkv.server.console import console_routes
 from worldkv.server.http import BodyLimit, error_response, in_our_words
 from worldkv.server.metrics import CONTENT_TYPE
 from worldkv.server.rest import API_VERSION, router
@@ -67,7 +69,8 @@ def create_app(policy: Policy, config: ServerConfig) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(service, request, in_our_words(error))
 
-    routes = [Route("/healthz", healthz), Route("/metrics", metrics), WebSocketRoute("/{path:path}", robot)]
+    routes = [Route("/healthz", healthz), Route("/metrics", metrics), *console_routes(service)]
+    routes.append(WebSocketRoute("/{path:path}", robot))
     app = FastAPI(title="worldkv", version=API_VERSION, routes=routes, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     for kind in (WorldKVError, RequestValidationError, HTTPException, Exception):

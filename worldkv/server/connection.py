@@ -155,6 +155,7 @@ class Connection:
                     raise  # we were, at a shutdown that does not wait
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
         self._service.metrics.observe_tick(reply.timings)
+        entry.history.ticked(reply, observation)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
         return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))

@@ -47,12 +47,17 @@ logger = logging.getLogger(__name__)
 
 def owner_of(connection: HTTPConnection, service: PolicyService) -> str:
     """Whose request this is. Raises Unauthorised without a key of this server, or for a page of another site."""
+    require_own_page(connection, service)
+    return service.config.owner_of(connection.headers.get("authorization"))
+
+
+def require_own_page(connection: HTTPConnection, service: PolicyService) -> None:
+    """Raises Unauthorised for a page of another site."""
     origin, host = connection.headers.get("origin"), connection.headers.get("host", "")
     if origin is not None:  # a browser sends it, with whatever page it shows; robots do not
         without_key = service.config.api_key is None
         if urlsplit(origin).netloc != host or (without_key and not _names_loopback(host)):
             raise Unauthorised(f"origin: expected a page of this server, got {origin[:100]}")
-    return service.config.owner_of(connection.headers.get("authorization"))
 
 
 def error_response(service: PolicyService, request: Request, error: Exception) -> Response:

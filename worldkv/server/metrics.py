@@ -60,6 +60,11 @@ class Metrics:
         for stage, value in milliseconds.items():
             self._stages.labels(stage).observe(value / 1e3)
 
+    def error_counts(self) -> dict[str, int]:
+        """Errors told to clients so far, by code."""
+        samples = (sample for metric in self.errors.collect() for sample in metric.samples)
+        return {s.labels["code"]: int(s.value) for s in samples if s.name.endswith("_total")}
+
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
 

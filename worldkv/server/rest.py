@@ -43,6 +43,12 @@ class ForkBody(Body):
     snapshot_id: str | None = None
 
 
+class ImagineBody(Body):
+    """`noise_seed`: another seed, another future; left out, the model's own."""
+
+    noise_seed: int | None = None
+
+
 class RestoreBody(Body):
     snapshot_id: str
 
@@ -235,6 +241,16 @@ async def reset_session(entry: OfSession, service: ReadyService) -> SessionState
 async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
     """Move the K/V to host memory until the next tick."""
     await service.sessions.run(entry, entry.session.park)
+    entry.history.happened("was parked")
+    return _state(entry)
+
+
+@router.post("/sessions/{session_id:path}/imagine")
+async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | None = None) -> SessionState:
+    """A tick without a robot: what the last one predicted is taken for observed. For forks, to see a future."""
+    seed = body.noise_seed if body is not None else None
+    reply = await service.sessions.run(entry, lambda: entry.session.imagine(seed).result())
+    entry.history.ticked(reply, None)
     return _state(entry)
 
 
@@ -243,6 +259,7 @@ async def snapshot_session(entry: OfSession, service: ReadyService) -> SnapshotS
     """Freeze the session between two ticks."""
     service.snapshots.require_room(entry.owner)
     snapshot = await service.sessions.run(entry, entry.session.snapshot)
+    entry.history.happened("a snapshot was taken")
     return _snapshot_state(service.snapshots.add(entry.owner, entry.public_id, snapshot))
 
 
@@ -252,6 +269,7 @@ async def restore_session(entry: OfSession, service: ReadyService, body: Restore
     held = service.snapshots.get(body.snapshot_id, entry.owner)
     await service.sessions.run(entry, entry.session.restore, held.policy_snapshot)
     entry.has_history = True
+    entry.history.happened(f"went back to a snapshot of {held.session_id}")
     return _state(entry)
 
 
@@ -261,7 +279,11 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     snapshot_id = body.snapshot_id if body is not None else None
     held = None if snapshot_id is None else service.snapshots.get(snapshot_id, entry.owner)
     source = entry.session if held is None else held.policy_snapshot
-    return _state(await service.sessions.open(_new_id(body, entry.owner), entry.owner, source))
+    fork = await service.sessions.open(_new_id(body, entry.owner), entry.owner, source)
+    fork.history.parent = entry.public_id
+    entry.history.happened(f"was forked to {fork.public_id}")
+    fork.history.happened(f"goes on from {entry.public_id}" + ("" if held is None else ", from a snapshot"))
+    return _state(fork)
 
 
 @router.get("/sessions/{session_id:path}")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from worldkv.errors import AdmissionRefused, EngineStopped
 from worldkv.server.config import ServerConfig
@@ -29,6 +30,7 @@ _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 class PolicyService:
@@ -65,6 +67,10 @@ class PolicyService:
 
     def forget_connection(self, connection: object) -> None:
         self._connections_of.pop(connection, None)
+
+    async def in_thread(self, function: Callable[..., R], *args: object) -> R:
+        """Call something that may wait, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def start(self) -> None:
         """Begin to warm the policy up, in the background."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from weakref import WeakValueDictionary
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
 from worldkv.server.config import ServerConfig
+from worldkv.server.history import SessionHistory
 from worldkv.server.metrics import Metrics
 from worldkv.wire import InferRequest
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from worldkv.policy.policy import Policy, PolicySession, PolicySnapshot
 
 _REMEMBERED_ENDS = 4096
+_SHOWN_ENDS = 50
 
 R = TypeVar("R")
 
@@ -66,11 +69,23 @@ class Entry:
     has_history: bool = False  # since it was opened or reset
     prompt: object = None
     owner: str = ""
+    history: SessionHistory = field(default_factory=SessionHistory)
 
     @property
     def public_id(self) -> str:
         """What its client calls it."""
         return self.session_id.removesuffix(f"@{self.owner}") if self.owner else self.session_id
+
+
+@dataclass(frozen=True)
+class EndedSession:
+    """For people who look: one that is gone. `at`: seconds since 1970."""
+
+    public_id: str
+    owner: str
+    text: str
+    at: float
+    num_ticks: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,7 @@ class SessionTable:
         self._num_opening: Counter[str] = Counter()  # by owner
         self._leaving: dict[str, Entry] = {}  # ended, but perhaps not closed yet
         self._closed = False
+        self.recent_ends: deque[EndedSession] = deque(maxlen=_SHOWN_ENDS)
 
     @asynccontextmanager
     async def use(
@@ -115,6 +131,7 @@ class SessionTable:
         try:
             if reason is not None:
                 logger.info("session %s starts afresh: %s", session_id, reason)
+                entry.history.happened(f"starts afresh: {reason}")
                 await self._reset(entry)
             yield entry
         except SessionNotFound as error:  # the engine has ended it
@@ -156,6 +173,8 @@ class SessionTable:
         self._metrics.sessions.set(len(self._entries))
         self._metrics.sessions_ended.labels(reason.value).inc()
         logger.info("session %s ended: %s", entry.session_id, text)
+        ticks = entry.history.num_ticks
+        self.recent_ends.append(EndedSession(entry.public_id, entry.owner, text, time.time(), ticks))
         await self._close(entry, text)
 
     async def end_all(self, reason: EndReason, text: str) -> None:
@@ -297,6 +316,7 @@ class SessionTable:
     async def _reset(self, entry: Entry) -> None:
         if entry.has_history:
             entry.has_history = False
+            entry.history.happened("was reset")
             await self._in_thread(entry.session.reset)
 
     async def _close(self, entry: Entry, text: str) -> None:
