@@ -119,7 +119,8 @@ class Panel {
     text(this.chips, known ? describe(known, hello) : overview ? "This session is not open." : "");
     this.showCameras(hello);
     if (!detail) return;
-    text(this.prompt, detail.prompt ? `“${detail.prompt}”` : "Nothing yet: it is shown from its next tick on.");
+    const imagined = detail.ticks.at(-1)?.imagined ? "Nothing: its last tick was imagined." : "";
+    text(this.prompt, detail.prompt ? `“${detail.prompt}”` : imagined || "It is shown from its next tick on.");
     this.showActions(detail, hello);
     showState(this.state, detail.state);
     stageBars(this.bars, detail.ticks, hello.robot.chunk_s);
@@ -199,11 +200,13 @@ function card(title, ...content) {
 }
 
 function describe(session, hello) {
-  const parts = [session.busy ? "busy" : session.state, `${session.frames_seen} of ${hello.window_frames} frames`, `${session.ticks} ticks`];
+  const parts = [session.busy ? "busy" : session.state, `${session.frames_seen} of ${hello.window_frames} frames`, count(session.ticks, "tick")];
   if (session.margin_s !== null) parts.push(`${session.margin_s.toFixed(2)} s to spare of ${hello.robot.chunk_s.toFixed(2)}`);
-  parts.push(session.connections ? `${session.connections} sockets` : "no socket");
+  parts.push(session.connections ? count(session.connections, "socket") : "no socket");
   return parts.join(" · ");
 }
+
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
 function showState(box, state) {
   if (!state) return;
