@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,30 @@ def test_whoever_stops_it_stops_its_server_too(tmp_path: Path) -> None:
         demo.wait()
     assert not is_running(server_pid(said.read_text()))
     assert "Traceback" not in said.read_text()
+
+
+def test_it_stays_with_its_console_until_it_is_stopped(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "worldkv.cli.main", "demo", "--ticks", "1", "--stay", "--output", str(tmp_path)]
+    said = tmp_path / "said"
+    with said.open("wb") as file:
+        demo = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while "the arm goes on" not in said.read_text():
+            assert demo.poll() is None, said.read_text()
+            assert time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        address = re.search(r"watch it at (http://\S+) and", said.read_text())
+        assert address is not None
+        request = urllib.request.Request(address[1], headers={"accept": "text/html"})
+        with urllib.request.urlopen(request, timeout=10) as page:
+            assert b"worldkv" in page.read()
+        demo.send_signal(signal.SIGTERM)
+        assert demo.wait(30) == 0
+    finally:
+        demo.kill()
+        demo.wait()
+    assert not is_running(server_pid(said.read_text()))
 
 
 def test_a_folder_that_holds_something_else_is_not_overwritten(

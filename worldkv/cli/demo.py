@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -39,28 +40,53 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{checkpoint}: random weights, nothing was learned; the motions are noise, the machinery is real")
     arm = SyntheticArm()
     episode = Episode(CONTROL_HZ, window_frames, "random weights")
-    options = ["--device", "cpu", "--block-size", _BLOCK_SIZE, "--max-sessions", "1"]
+    options = ["--device", "cpu", "--block-size", _BLOCK_SIZE, "--max-sessions", "4"]
     with _sigterm_as_interrupt(), ServerProcess(checkpoint, output / "server.log", options) as server:
         with spinner("starting a policy server in a second process, and waiting for it to be warm"):
             server.wait_until_ready()
         print(
             f"`worldkv serve` runs as process {server.pid} on port {server.port}; a robot with three cameras connects"
         )
+        print(f"watch it in a browser: http://127.0.0.1:{server.port}/")
         title = f'"{arm.prompt}", {arguments.ticks} ticks over a websocket'
-        with PolicyClient(port=server.port) as robot, LiveTable(window_frames, title=title) as table:
-            observed = _drive(arm, robot, arguments.ticks, episode, table)
-    with progress("writing video and plots") as step:
-        files = {"observed.mp4": "what the arm's three cameras saw"}
-        write_video(output / "observed.mp4", observed, fps=4 * CONTROL_HZ / _HORIZON)
-        files |= episode.save(output, step)
-    print(f"done in {time.monotonic() - started:.0f} s, the server is stopped; look into {output}/")
-    for name, what in {**files, "server.log": "what the server said"}.items():
-        print(f"  {name:<24} {what}")
+        with PolicyClient(port=server.port, session_id="demo-arm") as robot:
+            with LiveTable(window_frames, title=title) as table:
+                observed = _drive(arm, robot, arguments.ticks, episode, table)
+            _save(output, episode, observed, time.monotonic() - started)
+            if _stays(arguments):
+                print(
+                    f"the arm goes on; watch it at http://127.0.0.1:{server.port}/ and stop it with Ctrl-C", flush=True
+                )
+                _go_on(arm, robot)
     print("next")
     print(f"  worldkv inspect {checkpoint}")
     print(f"  worldkv serve --checkpoint {checkpoint}")
     print(f"  worldkv replay --checkpoint {checkpoint} --clip FOLDER     (three camera files of a real episode)")
     return OK
+
+
+def _stays(arguments: argparse.Namespace) -> bool:
+    """As told; else for people, who can press Ctrl-C, and not for scripts, which cannot."""
+    return bool(arguments.stay or (sys.stdout.isatty() and not arguments.once))
+
+
+def _save(output: Path, episode: Episode, observed: np.ndarray, seconds: float) -> None:
+    with progress("writing video and plots") as step:
+        files = {"observed.mp4": "what the arm's three cameras saw"}
+        write_video(output / "observed.mp4", observed, fps=4 * CONTROL_HZ / _HORIZON)
+        files |= episode.save(output, step)
+    print(f"{seconds:.0f} s; look into {output}/")
+    for name, what in {**files, "server.log": "what the server said"}.items():
+        print(f"  {name:<24} {what}")
+
+
+def _go_on(arm: SyntheticArm, robot: PolicyClient) -> None:
+    """At the robot's own rate, until Ctrl-C or SIGTERM."""
+    with suppress(KeyboardInterrupt):
+        while True:
+            began = time.monotonic()
+            arm.execute(np.array(robot.infer(arm.observe())))
+            time.sleep(max(0.0, _HORIZON / CONTROL_HZ - (time.monotonic() - began)))
 
 
 def _write_checkpoint(folder: Path) -> int:

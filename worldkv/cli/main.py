@@ -152,11 +152,14 @@ def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
         "See it work: a server, a robot with three cameras, actions, video and plots.",
         "Writes a tiny checkpoint of random weights, serves it in a second process and drives it over a real\n"
         "websocket with a drawn arm that follows the actions. The weights have learned nothing, so neither do the\n"
-        "motions mean anything: it shows the machinery. Needs no GPU and no download; takes well under a minute.",
+        "motions mean anything: it shows the machinery. Prints the address of its console; in a terminal it\n"
+        "stays until it is stopped. Needs no GPU and no download.",
         "worldkv demo --ticks 12 --output demo-output",
     )
     command.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="(demo-output)")
     command.add_argument("--ticks", type=int, default=12, metavar="N", help="requests to make (12)")
+    command.add_argument("--once", action="store_true", help="stop after them (what scripts get)")
+    command.add_argument("--stay", action="store_true", help="go on until Ctrl-C (what a terminal gets)")
 
 
 def _add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
