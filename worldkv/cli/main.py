@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    robots = (_add_serve, _add_demo, _add_replay, _add_doctor)
+    robots = (_add_serve, _add_demo, _add_replay, _add_doctor, _add_top)
     folders = (_add_inspect, _add_verify, _add_convert, _add_embodiments)
     for add in (*robots, *folders, _add_plan, _add_bench):
         add(commands)
@@ -131,6 +131,10 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--episode-gap", type=float, metavar="S", help="a pause of more seconds begins a new episode (never)"
     )
+    command.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json: one line an event (text)"
+    )
+    command.add_argument("--otlp", metavar="URL", help="OpenTelemetry collector for traces of ticks (none)")
     command.add_argument(
         "--record", type=Path, metavar="DIR", help="write every session there; see `worldkv replay --recording`"
     )
@@ -310,6 +314,21 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("--ticks", type=int, default=5, metavar="N", help="to measure with (5)")
     command.add_argument("--output", type=Path, metavar="FILE", help="the picture, png (none)")
+
+
+def _add_top(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "top",
+        "A server's sessions and blocks in a terminal, live.",
+        "What the console's first view shows; Ctrl-C ends it. Without a terminal, or with --once, one picture.",
+        "worldkv top --url ws://gpu-box:8000",
+    )
+    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
+    command.add_argument(
+        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
+    )
+    command.add_argument("--once", action="store_true", help="print once and end")
 
 
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:

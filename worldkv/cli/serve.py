@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import logging
 
 from worldkv import __version__
 from worldkv.cli.common import LISTENING, OK, describe_model, is_random, load_policy_for
 from worldkv.policy.policy import Policy
 from worldkv.policy.recorder import Recorder
+from worldkv.server.logs import set_up_logging
 from worldkv.server.policy_server import PolicyServer, ServerConfig
 
 
@@ -19,13 +19,14 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=arguments.api_key,
         episode_gap_s=arguments.episode_gap,
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    set_up_logging(arguments.log_format)
     policy = load_policy_for(arguments, max_sessions=arguments.max_sessions)
     try:
         if arguments.record is not None:
             policy.recorder = _recorder(policy, arguments)
         server = PolicyServer(policy, config)
+        if arguments.otlp is not None:
+            server.trace_to(arguments.otlp)
         server.listen()
         print(f"worldkv {__version__}")
         for line in describe_model(policy, arguments.checkpoint):
@@ -67,6 +68,7 @@ def _where(config: ServerConfig, port: int) -> str:
         f"{LISTENING}ws://{host}:{port} (openpi and RoboArena dialects)\n"
         f"  health     http://{host}:{port}/healthz (200 once warm)\n"
         f"  metrics    http://{host}:{port}/metrics\n"
+        f"  people     http://{host}:{port}/ in a browser\n"
         f'  a robot    PolicyClient("{config.host}", {port}{key}).infer(observation), from worldkv.client\n'
         f"  stop       Ctrl-C"
     )

@@ -90,7 +90,8 @@ class Residency:
                 return
             if session.parked is None:
                 session.parked = park(self._cache, session.kv)
-                logger.info("session %s parked: %d bytes", session.session_id, session.parked.num_bytes)
+                fields = {"event": "session_parked", "session": session.session_id, "bytes": session.parked.num_bytes}
+                logger.info("session %s parked: %d bytes", fields["session"], fields["bytes"], extra=fields)
             self._admission.refund(session.num_blocks_charged)
             session.num_blocks_charged = 0
 

@@ -387,7 +387,8 @@ class PolicySession:
                 self._record("imagined")
         if isinstance(outcome, PolicyReply):
             for warning in outcome.warnings:
-                logger.warning("session %s: %s", self.session_id, warning)
+                fields = {"event": "warning", "session": self.session_id}
+                logger.warning("session %s: %s", self.session_id, warning, extra=fields)
             tick.future.set_result(outcome)
         else:
             tick.fail(outcome)

@@ -154,8 +154,7 @@ class Connection:
                 if not future.cancelled():
                     raise  # we were, at a shutdown that does not wait
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
-        self._service.metrics.observe_tick(reply.timings)
-        entry.history.ticked(reply, observation)
+        self._service.ticked(entry, reply, observation)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
         return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))
@@ -180,7 +179,8 @@ class Connection:
         if self._serving:
             self._count("error")
         level = logging.ERROR if close is CloseCode.INTERNAL else logging.WARNING
-        logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error)
+        fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
+        logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             await self._websocket.send_text(error_text(error, error_id))
         await self._close(close, f"{code} [error {error_id}]")

@@ -58,7 +58,7 @@ class SessionHistory:
     def happened(self, text: str) -> None:
         self.events.append(Event(time.time(), text))
 
-    def ticked(self, reply: PolicyReply, observation: Observation | None) -> None:
+    def ticked(self, reply: PolicyReply, observation: Observation | None) -> TickRow:
         result = reply.result
         row = TickRow(
             self.num_ticks,
@@ -76,6 +76,7 @@ class SessionHistory:
             self.happened(f"tick {row.number}: {warning}")
         if self.num_viewers:
             self.latest = Latest(row, observation, reply)
+        return row
 
     def looked_at(self) -> None:
         self.num_viewers += 1

@@ -66,7 +66,9 @@ def error_response(service: PolicyService, request: Request, error: Exception) -
     error_id, status = uuid.uuid4().hex[:8], _STATUS.get(code, 500)
     service.metrics.errors.labels(code).inc()
     level = logging.ERROR if status == 500 else logging.WARNING
-    logger.log(level, "error %s told to %s %s: %s", error_id, request.method, request.url.path, error, exc_info=error)
+    fields = {"event": "error", "code": code, "error_id": error_id}
+    where = (request.method, request.url.path)
+    logger.log(level, "error %s told to %s %s: %s", error_id, *where, error, exc_info=error, extra=fields)
     body: dict[str, Any] = {"code": code, "message": message, "error_id": error_id}
     headers = {}
     retry_after_ms = getattr(error, "retry_after_ms", None)

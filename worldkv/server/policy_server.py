@@ -72,6 +72,12 @@ class PolicyServer:
             raise ValueError("port: not listening yet; call listen() or start() first")
         return self._port
 
+    def trace_to(self, url: str) -> None:
+        """Send OpenTelemetry traces of ticks to a collector. Raises ImportError without the packages."""
+        from worldkv.server.tracing import TickTracer
+
+        self._service.tracer = TickTracer.to_collector(url)
+
     def listen(self) -> int:
         """Take the port: from now on clients wait instead of being refused. Raises OSError if it is taken."""
         if self._socket is None:

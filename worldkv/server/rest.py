@@ -250,7 +250,7 @@ async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | N
     """A tick without a robot: what the last one predicted is taken for observed. For forks, to see a future."""
     seed = body.noise_seed if body is not None else None
     reply = await service.sessions.run(entry, lambda: entry.session.imagine(seed).result())
-    entry.history.ticked(reply, None)
+    service.ticked(entry, reply, None)
     return _state(entry)
 
 

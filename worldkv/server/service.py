@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from worldkv.errors import AdmissionRefused, EngineStopped
 from worldkv.server.config import ServerConfig
+from worldkv.server.logs import TICKS
 from worldkv.server.metrics import Metrics
 from worldkv.server.sessions import EndReason, SessionTable
 from worldkv.server.snapshots import SnapshotTable
 from worldkv.wire import pack
 
 if TYPE_CHECKING:
-    from worldkv.policy.policy import Policy
+    from worldkv.policy.observation import Observation
+    from worldkv.policy.policy import Policy, PolicyReply
+    from worldkv.server.sessions import Entry
+    from worldkv.server.tracing import TickTracer
 
 _LONGEST_SWEEP_PERIOD_S = 5.0
 _THREADS = 32  # for opening, resetting and closing sessions: short work that may wait for the forward under way
@@ -30,6 +34,7 @@ _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
 
 logger = logging.getLogger(__name__)
+ticks = logging.getLogger(TICKS)
 R = TypeVar("R")
 
 
@@ -44,6 +49,7 @@ class PolicyService:
         self.connections: set[asyncio.Task[None]] = set()
         self.warm_up_error: Exception | None = None
         self.policy = policy
+        self.tracer: TickTracer | None = None
         self._connections_of: dict[object, str] = {}  # connection -> its owner
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self.sessions = SessionTable(policy, config, self.metrics, self._threads)
@@ -57,6 +63,27 @@ class PolicyService:
     @property
     def draining(self) -> bool:
         return self.closing.done()
+
+    def ticked(self, entry: Entry, reply: PolicyReply, observation: Observation | None) -> None:
+        """A tick was answered: remembered for people, counted, logged and traced."""
+        self.metrics.observe_tick(reply.timings)
+        row = entry.history.ticked(reply, observation)
+        ticks.info(
+            "session %s tick %d: %.0f ms",
+            entry.session_id,
+            row.number,
+            row.timings.get("total", 0.0),
+            extra={
+                "event": "tick",
+                "session": entry.session_id,
+                "tick": row.number,
+                "restart_reason": row.restart_reason,
+                "frames_cached": row.frames_cached,
+                "milliseconds": {stage: round(value, 2) for stage, value in row.timings.items()},
+            },
+        )
+        if self.tracer is not None:
+            self.tracer.tick(entry.session_id, row)
 
     def count_connection(self, owner: str, connection: object) -> None:
         """Raises AdmissionRefused where `owner` has as many sockets as one key may."""
@@ -117,6 +144,8 @@ class PolicyService:
     async def stop(self) -> None:
         """After `drain`: end what still runs in the background."""
         self._sweeper.cancel()
+        if self.tracer is not None:
+            self.tracer.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _sweep_for_ever(self) -> None:
@@ -146,7 +175,7 @@ class PolicyService:
         self.warm_up_error = error
         self._warm.set_result(None)
         if error is not None:
-            logger.error("warm-up failed", exc_info=error)
+            logger.error("warm-up failed", exc_info=error, extra={"event": "warm_up_failed"})
         elif not self.draining:
             self.metrics.ready.set(1)
-            logger.info("ready")
+            logger.info("ready", extra={"event": "ready"})

@@ -130,7 +130,8 @@ class SessionTable:
         entry.uses += 1
         try:
             if reason is not None:
-                logger.info("session %s starts afresh: %s", session_id, reason)
+                fields = {"event": "session_restarted", "session": session_id, "reason": reason}
+                logger.info("session %s starts afresh: %s", session_id, reason, extra=fields)
                 entry.history.happened(f"starts afresh: {reason}")
                 await self._reset(entry)
             yield entry
@@ -172,7 +173,8 @@ class SessionTable:
         self._leaving[entry.session_id] = entry
         self._metrics.sessions.set(len(self._entries))
         self._metrics.sessions_ended.labels(reason.value).inc()
-        logger.info("session %s ended: %s", entry.session_id, text)
+        fields = {"event": "session_ended", "session": entry.session_id, "reason": reason.value}
+        logger.info("session %s ended: %s", entry.session_id, text, extra=fields)
         ticks = entry.history.num_ticks
         self.recent_ends.append(EndedSession(entry.public_id, entry.owner, text, time.time(), ticks))
         await self._close(entry, text)
@@ -275,7 +277,7 @@ class SessionTable:
             entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
             self._entries[session_id] = entry
             self._metrics.sessions.set(len(self._entries))
-            logger.info("session %s opened", session_id)
+            logger.info("session %s opened", session_id, extra={"event": "session_opened", "session": session_id})
             if self._closed:  # meanwhile
                 await self.end(entry, EndReason.SHUTDOWN, "the server is shutting down")
                 raise EngineStopped("the server is shutting down")
