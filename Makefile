@@ -11,7 +11,7 @@ ROBOSUITE := $(VENV)/robosuite
 INSTALL := -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo example-robosuite test test-core check clean
+.PHONY: help docs demo example-robosuite test test-core check clean
 
 help:
 	@echo "make demo       a server, a robot and a tiny random checkpoint; pictures land in demo-output/"
@@ -19,6 +19,7 @@ help:
 	@echo "make test       all tests"
 	@echo "make test-core  the cache core's tests, where torch is not installed"
 	@echo "make check      ruff, mypy --strict, layering"
+	@echo "make docs       the documents as a site, in build/site"
 	@echo "make clean      remove .venv, caches and outputs"
 
 demo: $(VENV)/.run
@@ -41,6 +42,10 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_layering.py
+
+docs: $(VENV)/.run
+	@$(BIN)/python $(INSTALL) -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output replay-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

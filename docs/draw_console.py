@@ -46,7 +46,7 @@ def main() -> None:
             time.sleep(3)
             browser.get(f"http://127.0.0.1:{server.port}/#/s/arm-0")
             time.sleep(6)
-            picture(browser, "console-session.png", 1400)
+            picture(browser, "console-session.png", 1560)
             browser.get(f"http://127.0.0.1:{server.port}/#/")
             time.sleep(20)
             picture(browser, "console.png", 800)

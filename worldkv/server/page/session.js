@@ -134,7 +134,8 @@ class Panel {
     for (const { name, place } of hello.robot.cameras) {
       let figure = this.cameras.querySelector(`[data-name="${name}"]`);
       if (!figure) {
-        figure = el("figure", { "data-name": name }, el("canvas", { role: "img", "aria-label": name }), el("figcaption", {}, `${name}, ${place}`));
+        const wide = place.startsWith("top, twice") || place.startsWith("the whole");
+        figure = el("figure", { "data-name": name, class: wide ? "first" : "" }, el("canvas", { role: "img", "aria-label": name }), el("figcaption", {}, `${name}, ${place}`));
         this.cameras.append(figure);
       }
       const image = images.get(name);
