@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"worldkv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    robots = (_add_serve, _add_demo, _add_replay, _add_doctor, _add_top)
+    robots = (_add_serve, _add_demo, _add_replay, _add_doctor, _add_top, _add_film)
     folders = (_add_inspect, _add_verify, _add_convert, _add_embodiments)
     for add in (*robots, *folders, _add_plan, _add_bench):
         add(commands)
@@ -331,6 +331,24 @@ def _add_top(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--once", action="store_true", help="print once and end")
 
 
+def _add_film(commands: Commands[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "film",
+        "A running session as mp4: what it saw last beside what it expects next.",
+        "Watches the session as the console does, for some ticks of its robot. Of recordings, `worldkv replay` makes\n"
+        "such a video. Needs no torch.",
+        "worldkv film --url ws://gpu-box:8000 --session arm --ticks 20 --output arm.mp4",
+    )
+    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
+    command.add_argument(
+        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
+    )
+    command.add_argument("--session", required=True, metavar="ID", help="of an open session")
+    command.add_argument("--ticks", type=int, default=10, metavar="N", help="to film (10)")
+    command.add_argument("--output", type=Path, default=Path("film.mp4"), metavar="FILE", help="(film.mp4)")
+
+
 def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parts = ("attention", "ticks", "sessions", "steady", "profile", "memory", "baseline", "fp8")
     command = _command(
@@ -353,7 +371,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. A user's mistake is one `error: ...` on standard error."""
     arguments = build_parser().parse_args(argv)
-    if arguments.verbose:
+    if arguments.verbose and arguments.command != "serve":  # which logs everything, in a form of its own
         logging.basicConfig(level=logging.INFO)
     try:
         module = importlib.import_module(f"worldkv.cli.{arguments.command}")

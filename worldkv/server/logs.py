@@ -33,12 +33,13 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logging(form: Literal["text", "json"]) -> None:
-    """For a server's process: everything from INFO on, to standard error."""
+    """For a server's process: everything from INFO on, to standard error. Where logging is set up already, its handlers
+    stay and only the levels change."""
     handler = logging.StreamHandler(sys.stderr)
     if form == "json":
         handler.setFormatter(JsonLines())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     logging.getLogger(TICKS).setLevel(logging.INFO if form == "json" else logging.WARNING)

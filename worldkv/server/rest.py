@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
 from worldkv.policy.embodiment import PLACES, Quantity
@@ -21,6 +22,7 @@ from worldkv.server.http import owner_of
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import EndReason, Entry, owned
 from worldkv.server.snapshots import HeldSnapshot
+from worldkv.server.stream import BOUNDARY, parts, require_encoder
 from worldkv.wire import normalise_session_id
 
 API_VERSION = "1"
@@ -284,6 +286,13 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     entry.history.happened(f"was forked to {fork.public_id}")
     fork.history.happened(f"goes on from {entry.public_id}" + ("" if held is None else ", from a snapshot"))
     return _state(fork)
+
+
+@router.get("/sessions/{session_id:path}/stream", response_class=StreamingResponse)
+async def stream_session(entry: OfSession, service: ReadyService) -> StreamingResponse:
+    """What its cameras saw, a JPEG a tick, as multipart/x-mixed-replace: browsers and players show it as it is."""
+    require_encoder()
+    return StreamingResponse(parts(service, entry), media_type=f"multipart/x-mixed-replace; boundary={BOUNDARY}")
 
 
 @router.get("/sessions/{session_id:path}")

@@ -234,6 +234,9 @@ class SessionTable:
         entry.has_history = source is not None
         return entry
 
+    def is_open(self, entry: Entry) -> bool:
+        return self._entries.get(entry.session_id) is entry
+
     def get(self, session_id: str) -> Entry:
         """An open session. Raises SessionNotFound, with the reason where it has ended."""
         entry = self._entries.get(session_id)

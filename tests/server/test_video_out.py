@@ -1,0 +1,95 @@
+"""A session's frames for viewers: an mp4 of what runs, and a stream that players show."""
+
+from __future__ import annotations
+
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("fastapi")
+pytest.importorskip("av")
+
+import av
+from server_fakes import eventually
+from test_console import call, observation, serving
+
+from worldkv.cli.film import tiled
+from worldkv.cli.main import main
+from worldkv.cli.video import read_video
+from worldkv.client import PolicyClient
+from worldkv.server.policy_server import PolicyServer
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PolicyServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def robot(server: PolicyServer) -> Iterator[None]:
+    stop = threading.Event()
+
+    def drive() -> None:
+        with PolicyClient(port=server.port, session_id="arm") as client:
+            number = 0
+            while not stop.wait(0.05):
+                client.infer(observation(number))
+                number += 1
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    eventually(lambda: "arm" in server._service.policy.engine.sessions, 20)
+    yield
+    stop.set()
+    thread.join()
+    call(server, "DELETE", "sessions/arm")
+
+
+def test_a_running_session_is_filmed(
+    server: PolicyServer, robot: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, output = f"ws://127.0.0.1:{server.port}", tmp_path / "arm.mp4"
+    assert main(["film", "--url", url, "--session", "arm", "--ticks", "3", "--output", str(output)]) == 0
+    video = read_video(output)
+    assert len(video) == 3 * 8
+    assert video[:, :, : video.shape[2] // 2 - 8].std() > 20, "the cameras are to be seen"
+    assert main(["film", "--url", url, "--session", "leg", "--output", str(tmp_path / "leg.mp4")]) == 1
+    assert "session 'leg' is not open; open are arm" in capsys.readouterr().err
+    assert not (tmp_path / "leg.mp4").exists()
+    assert main(["film", "--url", "ws://127.0.0.1:9", "--session", "arm"]) == 1
+    eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
+
+
+def test_a_stream_holds_a_picture_a_tick(server: PolicyServer, robot: None) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/sessions/arm/stream", timeout=20) as answer:
+        assert answer.headers["content-type"] == "multipart/x-mixed-replace; boundary=frame"
+        for _ in range(3):
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                head += answer.read(1)
+            found = re.search(rb"content-length: (\d+)", head)
+            assert found is not None
+            with av.open(BytesIO(answer.read(int(found[1]))), format="mjpeg") as container:
+                (frame,) = container.decode(video=0)
+            assert (frame.height, frame.width) == (180, 3 * 320)
+    eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
+
+
+def test_cameras_stand_where_the_model_sees_them() -> None:
+    names = {"a": "bottom left", "b": "bottom right", "c": "top, twice as wide"}
+    cameras = [{"name": name, "place": place} for name, place in names.items()]
+    seen = {name: np.full((6, 8, 3), 50 * (number + 1), np.uint8) for number, name in enumerate(names)}
+    image = tiled(seen, cameras, 12, 16)
+    assert (image[0, 0, 0], image[0, 15, 0], image[11, 0, 0], image[11, 15, 0]) == (150, 150, 50, 100)
+    assert tiled({"a": seen["a"]}, [{"name": "a", "place": "the whole image"}], 6, 8).min() == 50
