@@ -41,11 +41,17 @@ EXTERIOR_0, EXTERIOR_1, WRIST = (
 
 
 @dataclass(frozen=True)
+class FakeResult:
+    restart_reason: str | None = None
+    frames_cached: int = 1
+
+
+@dataclass(frozen=True)
 class FakeReply:
     actions: np.ndarray
     timings: dict[str, float]
     warnings: tuple[str, ...]
-    result: None = None
+    result: FakeResult = FakeResult()
 
 
 @dataclass(frozen=True)

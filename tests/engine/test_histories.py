@@ -14,7 +14,7 @@ pytest.importorskip("diffusers")
 from engines import make_engine, make_inputs  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.errors import AdmissionRefused, SessionBusy  # noqa: E402
+from worldkv.errors import AdmissionRefused, SessionBusy, SnapshotNotFound  # noqa: E402
 
 
 @pytest.fixture(params=["reset", "slide"])
@@ -96,9 +96,9 @@ def test_a_released_snapshot_says_so(engine: Engine) -> None:
     snapshot = engine.snapshot(session)
     engine.release(snapshot)
     engine.warm_up()
-    with pytest.raises(ValueError, match="released"):
+    with pytest.raises(SnapshotNotFound, match="released"):
         engine.restore(session, snapshot)
-    with pytest.raises(ValueError, match="released"):
+    with pytest.raises(SnapshotNotFound, match="released"):
         engine.fork(snapshot)
     assert engine.capacity().num_sessions == 1, "a failed fork stays open"
 

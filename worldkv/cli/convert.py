@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from worldkv import __version__
 from worldkv.cli.common import OK, progress, size_text, spinner
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoint import Checkpoint, dit_tensor_shapes
-from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE
+from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE, read_yaml
 from worldkv.models.converted import compare_shards, plan_shards, write_shards
 from worldkv.models.encoder_keys import IMAGE_PREFIX
 from worldkv.models.tokenizer import find_tokenizer
@@ -48,11 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[arguments.dtype]
     shapes = {name: checkpoint.shapes[name] for name in needed}
     shards = plan_shards(shapes, dtype.itemsize, round(arguments.shard_gb * 1e9))
-    _prepare(output, dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values()))
-    with progress("writing", is_bytes=True) as step:
-        kept = write_shards(checkpoint, shapes, shards, output, dtype, step)
-    with progress("comparing", is_bytes=True) as step:
-        compare_shards(checkpoint, shards, output, step)
+    num_bytes = dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+    _prepare(output, num_bytes, {shard.file for shard in shards}, described["source"])
+    with _aside(output / WORLDKV_FILE) as restore:  # without it the folder is no checkpoint while it is written
+        with progress("writing", is_bytes=True) as step:
+            kept = write_shards(checkpoint, shapes, shards, output, dtype, step)
+        restore.allowed = kept == len(shards)  # nothing was replaced
+        with progress("comparing", is_bytes=True) as step:
+            compare_shards(checkpoint, shards, output, step)
     _copy_along(folder, output)
     text = _HEADER + yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=118)
     (output / WORLDKV_FILE).write_text(text, encoding="utf-8")  # last: with it the folder is a checkpoint
@@ -82,19 +89,44 @@ def _describe(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str
     }
 
 
-def _prepare(output: Path, num_bytes: int) -> None:
-    """Makes the folder. What is not of a conversion, or a disk that is too small, is told before any work."""
+def _prepare(output: Path, num_bytes: int, planned: set[str], source: str) -> None:
+    """Makes the folder. What is not of a conversion, of another one, or a disk too small, is told before any work."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / WORLDKV_FILE).unlink(missing_ok=True)
-    foreign = [p.name for p in output.iterdir() if not p.name.startswith("model") and p.name not in _along()]
+    known = {WORLDKV_FILE, _aside_of(output / WORLDKV_FILE).name, *_along()}
+    foreign = [p.name for p in output.iterdir() if not p.name.startswith("model") and p.name not in known]
     if foreign:
         raise ValueError(f"--output: {output} holds something else ({foreign[0]}); choose an empty folder")
-    there = sum(path.stat().st_size for path in output.glob("model-*.safetensors"))
+    if (output / WORLDKV_FILE).is_file() and (other := read_yaml(output / WORLDKV_FILE).get("source")) != source:
+        raise ValueError(f"--output: {output} holds a conversion of {other}; choose another folder or remove it")
+    there = sum((output / name).stat().st_size for name in planned if (output / name).is_file())
     free = shutil.disk_usage(output).free
     if num_bytes - there > free:
-        raise CheckpointError(
-            f"--output: {size_text(num_bytes - there)} are needed in {output}, {size_text(free)} are free"
-        )
+        missing = size_text(num_bytes - there)
+        raise CheckpointError(f"--output: {missing} are needed in {output}, {size_text(free)} are free")
+
+
+@dataclass
+class _Restore:
+    allowed: bool = True
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[_Restore]:
+    """Moves a file away; back where the `with` fails and `allowed` still holds. Gone where it ends well."""
+    away, restore = _aside_of(path), _Restore()
+    if path.is_file():
+        os.replace(path, away)
+    try:
+        yield restore
+    except BaseException:
+        if restore.allowed and away.is_file():
+            os.replace(away, path)
+        raise
+    away.unlink(missing_ok=True)
+
+
+def _aside_of(path: Path) -> Path:
+    return path.with_suffix(".before")
 
 
 def _along() -> tuple[str, ...]:

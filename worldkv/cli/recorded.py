@@ -38,7 +38,8 @@ class Difference:
         self.num_equal += all(np.array_equal(ours, recorded) for ours, recorded in pairs)
         for ours, recorded in pairs:
             scale = float(np.linalg.norm(recorded)) or 1.0
-            self.largest = max(self.largest, float(np.linalg.norm(ours - recorded)) / scale)
+            difference = float(np.linalg.norm(ours - recorded)) / scale
+            self.largest = max(self.largest, difference if np.isfinite(difference) else float("inf"))
 
 
 def drive(

@@ -23,7 +23,7 @@ from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Job, Session, Snapshot
 from worldkv.engine.stats import BlockMap, Stats
 from worldkv.engine.worker import Worker
-from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound
+from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound, SnapshotNotFound
 from worldkv.kv.cache import KVCache
 from worldkv.models.world_model import EncodeRequest, ForwardRequest
 
@@ -101,7 +101,9 @@ class Engine:
         """
         with self._condition:
             self._worker.require_running()
-            self._require_free(session)
+            self._require_open(session)
+            if session.job is not None and session.job.cancelled is None:  # a cancelled one ends before this begins
+                self._require_free(session)
             job = Job(session, inputs, deadline=deadline)
             job.future.set_running_or_notify_cancel()
             session.job = job
@@ -293,8 +295,12 @@ class Engine:
             return
         limit = time.monotonic() - self.config.park_after_s
         for session in list(self.sessions.values()):
-            if session.last_used < limit:
-                self._residency.park(session)
+            if session.last_used < limit and session.parked is None:
+                try:
+                    self._residency.park(session)
+                except (MemoryError, RuntimeError) as error:  # no host memory, say: nothing has changed
+                    session.last_used = time.monotonic()  # later
+                    logger.warning("session %s is not parked: %s", session.session_id, error)
 
     def _admit(self, session_id: str | None, keep: Session | None = None) -> Session:
         """Off the worker's thread only where there is room: nothing may be parked then."""
@@ -386,4 +392,4 @@ class Engine:
 
     def _require_valid(self, snapshot: Snapshot) -> None:
         if snapshot.kv.is_released:
-            raise ValueError("this snapshot was released; take a new one")
+            raise SnapshotNotFound("this snapshot was released; take a new one")

@@ -137,7 +137,13 @@ class Worker:
             self._stopping = True
             jobs, errands = list(self._jobs), self._errands
         for job in jobs:
-            self._finish(job, error=EngineStopped(f"the engine stopped during this tick ({self.trouble()})"))
+            stopped = EngineStopped(f"the engine stopped during this tick ({self.trouble()})")
+            try:
+                self._finish(job, error=stopped)
+            except Exception:  # whatever ended the thread may end this too: the caller must not wait for ever
+                logger.exception("a tick could not be settled")
+                with suppress(Exception):
+                    job.future.set_exception(stopped)
         for errand in errands:
             errand()
 

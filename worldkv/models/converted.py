@@ -73,6 +73,10 @@ def write_shards(
     weight_map = {name: shard.file for shard in shards for name in shard.names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+    planned = {shard.file for shard in shards}
+    for path in folder.glob("model-*"):  # shards of another size, and halves
+        if path.name not in planned:
+            path.unlink()
     return kept
 
 

@@ -99,6 +99,9 @@ def _inner_faults(file: EmbodimentFile) -> Iterator[str]:
     if not least <= len(file.cameras) <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
         yield f"layout {file.layout} is for {wanted} cameras, there are {len(file.cameras)}"
+    for entry in file.state:
+        if entry.range is not None and entry.range[0] >= entry.range[1]:
+            yield f"state {entry.key!r}: range: expected low and high, got {entry.range}"
     if "{p}" not in file.prompt:
         yield "prompt: expected {p} where the instruction stands"
     fields = [camera.field for camera in file.cameras] + [entry.field for entry in file.state]
@@ -166,7 +169,11 @@ def parse(text: str, name: str) -> EmbodimentFile:
 
 def from_mapping(value: Any, name: str) -> EmbodimentFile:
     """An embodiment that stands inside another file, at `name`. Raises CheckpointError."""
-    return parse(yaml.safe_dump(value), name)
+    try:
+        return EmbodimentFile.model_validate(value)
+    except ValidationError as error:
+        faults = [f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()]
+    raise CheckpointError("\n  ".join(["this embodiment cannot be used:", *faults]))
 
 
 def describe(robot: Embodiment) -> dict[str, Any]:

@@ -64,8 +64,10 @@ def read_embodiment(
         files.fault("experiment_cfg/metadata.json is missing: it holds what states and actions are scaled by")
     elif files.readable():
         trained = from_conf(files) if conf else from_file(known, sizes)
+        if file is not None and file not in packaged().values():
+            _compare_sizes(files, metadata.get(tag) or {}, file)
         if conf and file is not None:
-            compare(files, trained, from_file(file, sizes or sizes_of(trained)))
+            compare(files, trained, from_file(file, sizes or sizes_of(trained)), sizes, file.action_horizon)
         embodiment = _read(files, trained, known, camera_size)
         if not files.faults:
             return embodiment
@@ -89,6 +91,27 @@ def find_embodiment(
     file = known or load_embodiment_file(name)
     tag = str(name) if str(name) in file.tags else next((tag for tag in file.tags if tag in metadata), file.tags[0])
     return tag, None if known is not None and conf else file
+
+
+def _compare_sizes(files: ExperimentFiles, own: Mapping[str, Any], file: EmbodimentFile) -> None:
+    """Where a user's file and metadata.json both say a size or a rate, they must agree."""
+    said: list[tuple[str, Any, Any]] = []
+    modalities = own.get("modalities") or {}
+    for camera in file.cameras:
+        known = (modalities.get("video") or {}).get(camera.name) or {}
+        said.append((f"rate_hz {file.rate_hz:g}", known.get("fps"), file.rate_hz))
+        if camera.resolution is not None:
+            said.append(
+                (f"resolution of {camera.name} {camera.resolution}", known.get("resolution"), camera.resolution[::-1])
+            )
+    for kind, entries in (("state", file.state), ("action", file.actions)):
+        for entry in entries:
+            known = (modalities.get(kind) or {}).get(entry.key) or {}
+            if entry.dim is not None:
+                said.append((f"dim of {kind} {entry.key} {entry.dim}", known.get("shape"), [entry.dim]))
+    for what, there, here in said:
+        if there is not None and there != here:
+            files.fault(f"the embodiment file says {what}, metadata.json {there}: correct the file")
 
 
 def _completed(metadata: Mapping[str, Any], tag: str, file: EmbodimentFile | None) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from worldkv.policy.observation import Observation
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SESSION_FILE, EVENTS_FILE, TICKS = "session.json", "events.jsonl", "ticks"
+_NOT_FROM_HERE = ("restored", "imagined")  # events after which ticks stand on what is not recorded
 _MAX_WAITING = 64  # ticks; 2 MB each for DROID
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,14 @@ class Recorder:
         """Raises OSError where the folder cannot be made."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.num_bytes = 0  # written so far
+        self.num_bytes = sum(
+            path.stat().st_size for path in folder.rglob("*") if path.is_file()
+        )  # of all sessions there
         self._about = dict(about)
         self._limit = limit_bytes
         self._works: queue.Queue[Callable[[], None] | None] = queue.Queue(_MAX_WAITING)
         self._failed = False
+        self.wrote(0)
         self._thread = threading.Thread(target=self._run, name="worldkv-recorder", daemon=True)
         self._thread.start()
 
@@ -83,7 +88,7 @@ class Recorder:
         while (work := self._works.get()) is not None:
             try:
                 work()
-            except OSError as error:  # a full disk, say: robots go on
+            except (OSError, SafetensorError) as error:  # a full disk, say: robots go on
                 if not self._failed:
                     logger.warning("recording stops: %s", error)
                 self._failed = True
@@ -97,7 +102,7 @@ class SessionRecorder:
     def __init__(self, recorder: Recorder, session_id: str, about: Mapping[str, Any]) -> None:
         self._recorder = recorder
         self._session_id = session_id
-        self._about = about
+        self._about = dict(about)
         self._began = time.time()
         self._folder: Path | None = None
         self._num_ticks = 0
@@ -106,14 +111,25 @@ class SessionRecorder:
     def tick(self, observation: Observation, reply: PolicyReply) -> None:
         number, now = self._num_ticks, time.time()
         self._num_ticks += 1
+        self._tell_gap(now)
         if not self._recorder.put(lambda: self._write_tick(number, now, observation, reply)) and not self._gap:
             self._gap = True
             logger.warning("session %s: tick %d is not recorded: the disk is behind or full", self._session_id, number)
 
     def event(self, name: str, **details: Any) -> None:
         now = time.time()
-        if self._num_ticks and not self._recorder.put(lambda: self._write_event(now, name, details)):
+        if not self._num_ticks:
+            if name in _NOT_FROM_HERE:  # what was before its first tick is not in it
+                self._about["forked_from"] = f"what was {name} before its first tick"
+            return
+        self._tell_gap(now)
+        if not self._recorder.put(lambda: self._write_event(now, name, details)):
             self._gap = True
+
+    def _tell_gap(self, now: float) -> None:
+        """As soon as there is room: something before this is not recorded."""
+        if self._gap and self._recorder.put(lambda: self._write_event(now, "gap", {})):
+            self._gap = False
 
     def _write_tick(self, number: int, now: float, observation: Observation, reply: PolicyReply) -> None:
         tensors = {
@@ -126,8 +142,13 @@ class SessionRecorder:
         tensors["video_latents"] = reply.result.video_latents.cpu().contiguous()
         file = f"{number:06d}.safetensors"
         path = self._open() / TICKS / file
-        save_file(tensors, path.with_suffix(".partial"))
-        os.replace(path.with_suffix(".partial"), path)
+        partial = path.with_suffix(".partial")
+        try:
+            save_file(tensors, partial)
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         self._recorder.wrote(path.stat().st_size)
         result = reply.result
         details = {
@@ -153,12 +174,16 @@ class SessionRecorder:
         """The session's folder, made when there is something to write."""
         if self._folder is None:
             began = datetime.fromtimestamp(self._began, UTC)
-            name = re.sub(r"[^\w.-]", "_", self._session_id)[:64].lstrip(".") or "session"
+            name = re.sub(r"[^\w.-]", "_", self._session_id, flags=re.ASCII)[:64].lstrip(".") or "session"
             folder, number = self._recorder.folder / f"{began:%Y%m%d-%H%M%S}-{name}", 1
-            while folder.exists():
-                number += 1
-                folder = self._recorder.folder / f"{began:%Y%m%d-%H%M%S}-{name}-{number}"
-            (folder / TICKS).mkdir(parents=True)
+            while True:
+                try:
+                    folder.mkdir(parents=True)
+                    break
+                except FileExistsError:
+                    number += 1
+                    folder = self._recorder.folder / f"{began:%Y%m%d-%H%M%S}-{name}-{number}"
+            (folder / TICKS).mkdir()
             said = {"format": FORMAT, "session_id": self._session_id, "began": began.isoformat(), **self._about}
             (folder / SESSION_FILE).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
             self._folder = folder

@@ -69,7 +69,7 @@ class Recording:
         if origin is not None:
             raise BadRequest(f"{self.folder}: cannot be replayed alone: it goes on from {origin}, which is not in it")
         numbers = [event["tick"] for event in self.events if event["event"] == "tick"]
-        if numbers != list(range(len(numbers))):
+        if numbers != list(range(len(numbers))) or "gap" in names:
             raise BadRequest(f"{self.folder}: cannot be replayed: ticks are missing (the disk was behind or full)")
 
     def ticks(self, robot: Embodiment) -> Iterator[RecordedTick]:
@@ -82,7 +82,12 @@ class Recording:
         path = self.folder / TICKS / str(event["file"])
         try:
             tensors = load_file(path)
-            frames = {camera.name: tensors.get(f"frames.{camera.name}") for camera in robot.cameras}
+            frames = {
+                camera.name: tensors.get(f"frames.{camera.name}")
+                if camera.optional
+                else tensors[f"frames.{camera.name}"]
+                for camera in robot.cameras
+            }
             state = {quantity.key: tensors[f"state.{quantity.key}"].numpy() for quantity in robot.state}
             actions, latents = tensors["actions"].numpy(), tensors["video_latents"]
         except (OSError, SafetensorError, KeyError) as error:

@@ -100,13 +100,21 @@ def sizes_of(trained: Trained) -> ModelSizes:
     return ModelSizes(**{field.name: getattr(trained, field.name) for field in fields(ModelSizes)})
 
 
-def compare(files: ExperimentFiles, conf: Trained, file: Trained) -> None:
-    """Where a user's file and conf.yaml say different things, one of them would be silently wrong."""
+def compare(
+    files: ExperimentFiles, conf: Trained, file: Trained, sizes: ModelSizes | None, own_horizon: int | None
+) -> None:
+    """Where a user's file and conf.yaml say different things, one of them would be silently wrong.
+
+    The file's sizes are config.json's but for a horizon of its own.
+    """
+    of_model = {field.name for field in fields(ModelSizes)}
     for field in fields(Trained):
         said, own = getattr(conf, field.name), getattr(file, field.name)
         if field.name == "modes":  # a key that conf.yaml does not name is passed through
             said = {key: said.get(key, "none") for key in own}
-        if said != own:
+        if said != own and field.name in of_model and not (field.name == "action_horizon" and own_horizon):
+            files.fault(f"config.json says {field.name} {own}, conf.yaml {said}")
+        elif said != own:
             said, own = (sorted(v) if isinstance(v, frozenset) else v for v in (said, own))
             files.fault(f"the embodiment file says {field.name} {own}, conf.yaml {said}: correct the file")
 

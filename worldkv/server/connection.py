@@ -85,6 +85,7 @@ class Connection:
     def _authorise(self) -> None:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
         self._owner = owner_of(self._websocket, self._service)
+        self._private_id = self._current_id = owned(self._private_id, self._owner)
         self._service.count_connection(self._owner, self)
 
     async def _next_message(self) -> bytes | str | None:

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from worldkv.errors import Unauthorised, WorldKVError
+from worldkv.errors import AdmissionRefused, Unauthorised, WorldKVError
 from worldkv.server import console_state as state
 from worldkv.server.http import require_own_page
 from worldkv.server.sessions import Entry, owned
@@ -101,13 +101,14 @@ class _Viewer:
                 await asyncio.wait({reading, sending, stop}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (reading, sending, stop):
                     task.cancel()
-        except* (WebSocketDisconnect, RuntimeError):
-            pass  # the page is gone
-        except* (Unauthorised, TimeoutError) as refused:
+        except* (Unauthorised, AdmissionRefused, TimeoutError) as refused:
             await self._refuse(str(refused.exceptions[0]) or "the key did not come")
         except* (ValueError, KeyError):
             await self._refuse("expected a JSON object: a key first, then what to watch")
+        except* (WebSocketDisconnect, RuntimeError):
+            pass  # the page is gone
         finally:
+            self._service.forget_connection(self)
             self._watch([])
 
     async def _authorise(self) -> None:
@@ -116,6 +117,7 @@ class _Viewer:
         first = await asyncio.wait_for(self._websocket.receive_json(), _KEY_WITHIN_S)
         key = first.get("key") if isinstance(first, dict) else None
         self._owner = self._service.config.owner_of(f"Api-Key {key}" if key else None)
+        self._service.count_connection(self._owner, self)
 
     async def _refuse(self, why: str) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):

@@ -56,7 +56,7 @@ def require_own_page(connection: HTTPConnection, service: PolicyService) -> None
     origin, host = connection.headers.get("origin"), connection.headers.get("host", "")
     if origin is not None:  # a browser sends it, with whatever page it shows; robots do not
         without_key = service.config.api_key is None
-        if urlsplit(origin).netloc != host or (without_key and not _names_loopback(host)):
+        if _netloc(origin) != host or (without_key and not _names_loopback(host)):
             raise Unauthorised(f"origin: expected a page of this server, got {origin[:100]}")
 
 
@@ -94,6 +94,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
     field = ".".join(str(part) for part in problem["loc"] if part != "body") or "body"
     came = repr(problem.get("input"))
     return f"{field}: {problem['msg']}, got {came if len(came) <= 80 else came[:80] + '...'}"
+
+
+def _netloc(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
 
 
 def _names_loopback(host: str) -> bool:

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.security import APIKeyHeader
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
+from worldkv.errors import RequestTimedOut
 from worldkv.policy.embodiment import PLACES, Quantity
 from worldkv.server.http import owner_of
 from worldkv.server.service import PolicyService
@@ -48,7 +49,7 @@ class ForkBody(Body):
 class ImagineBody(Body):
     """`noise_seed`: another seed, another future; left out, the model's own."""
 
-    noise_seed: int | None = None
+    noise_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
 class RestoreBody(Body):
@@ -251,7 +252,12 @@ async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
 async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | None = None) -> SessionState:
     """A tick without a robot: what the last one predicted is taken for observed. For forks, to see a future."""
     seed = body.noise_seed if body is not None else None
-    reply = await service.sessions.run(entry, lambda: entry.session.imagine(seed).result())
+    with service.sessions.kept(entry):
+        future = asyncio.wrap_future(entry.session.imagine(seed))
+        try:
+            reply = await asyncio.wait_for(future, service.config.request_timeout_s)
+        except TimeoutError:
+            raise RequestTimedOut(f"no answer within {service.config.request_timeout_s:g} s") from None
     service.ticked(entry, reply, None)
     return _state(entry)
 
@@ -281,7 +287,8 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     snapshot_id = body.snapshot_id if body is not None else None
     held = None if snapshot_id is None else service.snapshots.get(snapshot_id, entry.owner)
     source = entry.session if held is None else held.policy_snapshot
-    fork = await service.sessions.open(_new_id(body, entry.owner), entry.owner, source)
+    with service.sessions.kept(entry):
+        fork = await service.sessions.open(_new_id(body, entry.owner), entry.owner, source)
     fork.history.parent = entry.public_id
     entry.history.happened(f"was forked to {fork.public_id}")
     fork.history.happened(f"goes on from {entry.public_id}" + ("" if held is None else ", from a snapshot"))

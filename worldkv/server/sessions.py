@@ -14,9 +14,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -67,6 +67,7 @@ class Entry:
     orphaned_since: float | None = None
     uses: int = 0  # requests being served
     has_history: bool = False  # since it was opened or reset
+    reserved: bool = False  # opened before its first request: it keeps its place
     prompt: object = None
     owner: str = ""
     history: SessionHistory = field(default_factory=SessionHistory)
@@ -228,11 +229,9 @@ class SessionTable:
     async def open(self, session_id: str, owner: str, source: PolicySession | PolicySnapshot | None = None) -> Entry:
         """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
         if session_id in self._entries:
-            raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+            raise BadRequest(_taken(session_id))
         self._ended.pop(session_id, None)
-        entry = await self._open(session_id, named=True, owner=owner, source=source)
-        entry.has_history = source is not None
-        return entry
+        return await self._open(session_id, named=True, owner=owner, source=source, taken_is_wrong=True)
 
     def is_open(self, entry: Entry) -> bool:
         return self._entries.get(entry.session_id) is entry
@@ -251,19 +250,33 @@ class SessionTable:
 
     async def run(self, entry: Entry, function: Callable[..., R], *args: object) -> R:
         """Call something of the entry's that may wait, on a thread; the session cannot expire meanwhile."""
+        with self.kept(entry):
+            return await self._in_thread(function, *args)
+
+    @contextmanager
+    def kept(self, entry: Entry) -> Iterator[None]:
+        """In the `with` the session neither expires nor makes room."""
         entry.uses += 1
         try:
-            return await self._in_thread(function, *args)
+            yield
         finally:
             entry.uses -= 1
             entry.last_used = self._now()
 
     async def _open(
-        self, session_id: str, *, named: bool, owner: str, source: PolicySession | PolicySnapshot | None = None
+        self,
+        session_id: str,
+        *,
+        named: bool,
+        owner: str,
+        source: PolicySession | PolicySnapshot | None = None,
+        taken_is_wrong: bool = False,
     ) -> Entry:
         async with self._opening.setdefault(session_id, asyncio.Lock()):
             entry = self._entries.get(session_id)
-            if entry is not None:  # another socket was first
+            if entry is not None:  # another one was first
+                if taken_is_wrong:
+                    raise BadRequest(_taken(session_id))
                 return entry
             if session_id in self._leaving:
                 await self._close(self._leaving[session_id], "another session takes its id")
@@ -278,6 +291,7 @@ class SessionTable:
             finally:
                 self._num_opening[owner] -= 1
             entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
+            entry.has_history, entry.reserved = source is not None, taken_is_wrong
             self._entries[session_id] = entry
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id, extra={"event": "session_opened", "session": session_id})
@@ -302,7 +316,9 @@ class SessionTable:
         """Close the sessions that hold a place but no history: opening them again is the same."""
         made_room = False
         for entry in list(self._entries.values()):
-            if not entry.has_history and not entry.uses:  # now: it may have come to use while another one was closed
+            if (
+                not entry.has_history and not entry.uses and not entry.reserved
+            ):  # now: it may have come to use while another one was closed
                 made_room = True
                 await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
         return made_room
@@ -337,6 +353,10 @@ class SessionTable:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def _taken(session_id: str) -> str:
+    return f"session_id: {session_id!r} is open already; close it or choose another"
 
 
 def _differ(old: object, new: object) -> bool:
