@@ -226,7 +226,7 @@ def test_every_operation_is_described() -> None:
         "GET /v1/sessions", "POST /v1/sessions", f"GET {one}", f"DELETE {one}", f"POST {one}/reset", f"POST {one}/park",
         f"POST {one}/snapshot", f"POST {one}/restore", f"POST {one}/fork", "GET /v1/snapshots",
         "DELETE /v1/snapshots/{snapshot_id}", "GET /v1/capacity", "GET /v1/embodiment", f"POST {one}/imagine",
-        f"GET {one}/stream",
+        f"GET {one}/stream", f"GET {one}/recording",
     }  # fmt: skip
     assert "Failure" in described["components"]["schemas"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tarfile
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from io import BytesIO
@@ -25,6 +27,8 @@ from worldkv.cli.film import tiled
 from worldkv.cli.main import main
 from worldkv.cli.video import read_video
 from worldkv.client import PolicyClient
+from worldkv.policy.recorder import Recorder
+from worldkv.policy.recording import Recording
 from worldkv.server.policy_server import PolicyServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -84,6 +88,30 @@ def test_a_stream_holds_a_picture_a_tick(server: PolicyServer, robot: None) -> N
                 (frame,) = container.decode(video=0)
             assert (frame.height, frame.width) == (180, 3 * 320)
     eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
+
+
+def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> None:
+    with serving() as server:
+        server._service.policy.recorder = Recorder(tmp_path / "recorded", {"embodiment": "oxe_droid"})
+        with PolicyClient(port=server.port, session_id="arm") as client:
+            client.infer(observation(0))
+            url = f"http://127.0.0.1:{server.port}/v1/sessions/arm/recording"
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url.replace("arm", "leg"), timeout=20)
+            assert refused.value.code == 404
+            recorder = server._service.sessions.get("arm").session.recorder
+            assert recorder is not None
+            eventually(lambda: recorder.folder is not None and (recorder.folder / "events.jsonl").is_file())
+            client.infer(observation(1))
+            with urllib.request.urlopen(url, timeout=20) as answer, tarfile.open(fileobj=answer, mode="r|") as tar:
+                assert ".tar" in answer.headers["content-disposition"]
+                tar.extractall(tmp_path / "out", filter="data")
+        server._service.policy.recorder.close()
+    (folder,) = (tmp_path / "out").iterdir()
+    recording = Recording.open(folder)
+    recording.require_self_contained()
+    assert recording.num_ticks >= 1
+    assert list(recording.ticks(server._service.policy.embodiment))
 
 
 def test_cameras_stand_where_the_model_sees_them() -> None:

@@ -108,6 +108,11 @@ class SessionRecorder:
         self._num_ticks = 0
         self._gap = False
 
+    @property
+    def folder(self) -> Path | None:
+        """Where it is written; None before there is something."""
+        return self._folder
+
     def tick(self, observation: Observation, reply: PolicyReply) -> None:
         number, now = self._num_ticks, time.time()
         self._num_ticks += 1

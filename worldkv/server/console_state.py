@@ -42,6 +42,7 @@ def hello(service: PolicyService) -> dict[str, Any]:
         "block_size": storage.block_size,
         "random_weights": service.policy.random_weights,
         "weight_bytes": engine.model.num_weight_bytes,
+        "records": service.policy.recorder is not None,
         "keys": service.config.api_key is not None,
         "robot": {
             "tag": robot.tag,

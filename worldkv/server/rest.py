@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
-from worldkv.errors import RequestTimedOut
+from worldkv.errors import BadRequest, RequestTimedOut
 from worldkv.policy.embodiment import PLACES, Quantity
+from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import EndReason, Entry, owned
@@ -293,6 +294,17 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     entry.history.happened(f"was forked to {fork.public_id}")
     fork.history.happened(f"goes on from {entry.public_id}" + ("" if held is None else ", from a snapshot"))
     return _state(fork)
+
+
+@router.get("/sessions/{session_id:path}/recording", response_class=StreamingResponse)
+async def download_recording(entry: OfSession) -> StreamingResponse:
+    """What is recorded of it so far, as a tar file; for `worldkv replay --recording`."""
+    recorder = entry.session.recorder
+    folder = None if recorder is None else recorder.folder
+    if folder is None:
+        raise BadRequest("recording: nothing is recorded of this session; start the server with --record")
+    headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
+    return StreamingResponse(tar_parts(folder), media_type="application/x-tar", headers=headers)
 
 
 @router.get("/sessions/{session_id:path}/stream", response_class=StreamingResponse)

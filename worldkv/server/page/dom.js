@@ -84,5 +84,12 @@ export async function call(method, path, body) {
   }
 }
 
+export async function fetchFile(path) {
+  const response = await fetch(`/v1/${path}`, { headers: key.get() ? { authorization: `Api-Key ${key.get()}` } : {} });
+  if (!response.ok) throw new Error((await response.json()).message);
+  const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "recording.tar";
+  return { blob: await response.blob(), name };
+}
+
 export const sessionPath = (id) => `sessions/${id.split("/").map(encodeURIComponent).join("/")}`;
 export const sessionLink = (...ids) => `#/s/${ids.map(encodeURIComponent).join(",")}`;

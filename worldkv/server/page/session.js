@@ -1,6 +1,6 @@
 // One session, or several side by side: what it sees, imagines and does.
 
-import { ask, call, clock, dot, el, sessionLink, sessionPath, text, toast } from "./dom.js";
+import { ask, call, clock, dot, el, fetchFile, sessionLink, sessionPath, text, toast } from "./dom.js";
 import { STAGES, actionCurves, picture, stageBars, stageColour } from "./draw.js";
 
 const IMAGINED_HZ = 5;
@@ -65,6 +65,7 @@ class Panel {
       s: make("Snapshot", "s: freeze it as it is now", () => this.act("POST", `${path}/snapshot`, {}, "frozen as a snapshot")),
       i: make("Imagine", "i: a tick without a robot", () => this.imagine()),
       p: make("Park", "p: to host memory until its next tick", () => this.act("POST", `${path}/park`, undefined, "parked")),
+      d: make("Recording", "d: download what is recorded of it", () => this.download()),
       r: make("Reset", "r: forget all frames", () => this.sure("reset", "Its history is forgotten; the robot's next tick begins a new window."), "danger"),
       c: make("Close", "c: end the session", () => this.sure("close", "Its robot is told once, and its history is gone."), "danger"),
     };
@@ -93,6 +94,18 @@ class Panel {
     if (closing && answer) location.hash = "#/";
   }
 
+  async download() {
+    try {
+      const { blob, name } = await fetchFile(`${sessionPath(this.id)}/recording`);
+      const link = el("a", { href: URL.createObjectURL(blob), download: name });
+      link.click();
+      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+      toast(`${name}: for worldkv replay --recording`);
+    } catch (error) {
+      toast(error.message);
+    }
+  }
+
   async fork(snapshot) {
     const taken = new Set(this.told.overview.sessions.map((session) => session.id));
     let number = 1;
@@ -116,6 +129,7 @@ class Panel {
     const known = overview?.sessions.find((session) => session.id === this.id);
     const detail = this.told.details.get(this.id);
     for (const button of Object.values(this.buttons)) button.disabled = !known;
+    this.buttons.d.hidden = !hello.records;
     text(this.chips, known ? describe(known, hello) : overview ? "This session is not open." : "");
     this.showCameras(hello);
     if (!detail) return;
