@@ -189,7 +189,8 @@ def test_two_seeds_are_two_futures_and_a_session_that_saw_nothing_has_none(serve
     call(server, "POST", "sessions", {"session_id": "new"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         call(server, "POST", "sessions/new/imagine", {})
-    assert "nothing was observed yet" in refused.value.read().decode()
+    with refused.value:
+        assert "nothing was observed yet" in refused.value.read().decode()
     for name in ("right", "new"):
         call(server, "DELETE", f"sessions/{name}")
     ends = [(end.public_id, end.num_ticks) for end in server._service.sessions.recent_ends]

@@ -98,7 +98,8 @@ def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> 
             url = f"http://127.0.0.1:{server.port}/v1/sessions/arm/recording"
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(url.replace("arm", "leg"), timeout=20)
-            assert refused.value.code == 404
+            with refused.value:
+                assert refused.value.code == 404
             recorder = server._service.sessions.get("arm").session.recorder
             assert recorder is not None
             eventually(lambda: recorder.folder is not None and (recorder.folder / "events.jsonl").is_file())
