@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -46,20 +47,19 @@ def main() -> None:
         number = 1
         for _ in range(arguments.rounds):
             for name, watched in (("without", None), ("with", []), ("watched", ["arm"])):
-                stop, page = threading.Event(), None
-                if watched is not None:
-                    page = threading.Thread(target=look, args=(server.port, watched, stop))
-                    page.start()
-                    time.sleep(0.5)
+                page = None
+                if watched is not None:  # a process of its own, as a browser is
+                    page = subprocess.Popen([sys.executable, __file__, "--look", str(server.port), *watched])
+                    time.sleep(1.5)
                 for _ in range(10):
                     started = time.perf_counter()
                     tick(robot, number)
                     number += 1
                     times[name].append(1e3 * (time.perf_counter() - started))
                     time.sleep(max(0.0, arguments.period - (time.perf_counter() - started)))
-                stop.set()
                 if page is not None:
-                    page.join()
+                    page.kill()
+                    page.wait()
     policy.close()
     policy.engine.shutdown()
     p50 = {name: statistics.median(values) for name, values in times.items()}
@@ -75,16 +75,17 @@ def tick(robot: PolicyClient, number: int) -> None:
     robot.infer(observation | {"observation/joint_position": np.zeros(7), "observation/gripper_position": np.zeros(1)})
 
 
-def look(port: int, watched: list[str], stop: threading.Event) -> None:
-    with connect(f"ws://127.0.0.1:{port}/v1/console") as page:
+def look(port: str, watched: list[str]) -> None:
+    """The page, until it is killed."""
+    with connect(f"ws://127.0.0.1:{port}/v1/console", max_size=None) as page:
         page.send(json.dumps({"key": None}))
         page.send(json.dumps({"watch": watched}))
-        while not stop.is_set():
-            try:
-                page.recv(timeout=0.5)
-            except TimeoutError:
-                continue
+        while True:
+            page.recv()
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--look"]:
+        look(sys.argv[2], sys.argv[3:])
+    else:
+        main()
