@@ -51,3 +51,18 @@ def make_inputs(engine: Engine, seed: int, num_frames: int = 4, prompt: int = 0,
         mask,
         **more,
     )
+
+
+def droid_observation(
+    rng: np.random.Generator, num_frames: int, prompt: str = "stack the cups", size: tuple[int, int] = (180, 320)
+) -> dict[str, Any]:
+    """What a DROID robot sends: noise from three cameras, some state."""
+    frames = rng.integers(0, 256, (3, num_frames, *size, 3), dtype=np.uint8)
+    return {
+        "observation/exterior_image_0_left": frames[0],
+        "observation/exterior_image_1_left": frames[1],
+        "observation/wrist_image_left": frames[2],
+        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
+        "observation/gripper_position": rng.uniform(0, 1, 1),
+        "prompt": prompt,
+    }

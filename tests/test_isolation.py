@@ -17,6 +17,8 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("uvicorn")
 
+from engines import droid_observation
+
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
 from worldkv.policy.assembly import load_policy
@@ -42,16 +44,7 @@ def serving(folder: Path, batch_invariant: bool) -> Iterator[PolicyServer]:
 
 
 def observation(robot: int, tick: int) -> dict[str, object]:
-    rng = np.random.default_rng([robot, tick])
-    frames = rng.integers(0, 256, (3, 1 if tick == 0 else 4, 180, 320, 3), dtype=np.uint8)
-    return {
-        "observation/exterior_image_0_left": frames[0],
-        "observation/exterior_image_1_left": frames[1],
-        "observation/wrist_image_left": frames[2],
-        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
-        "observation/gripper_position": rng.uniform(0, 1, 1),
-        "prompt": f"do task {robot % 2}",
-    }
+    return droid_observation(np.random.default_rng([robot, tick]), 1 if tick == 0 else 4, f"do task {robot % 2}")
 
 
 def episode(port: int, robot: int, num_ticks: int, delay: random.Random | None = None) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
-from engines import random_checkpoint
+from engines import droid_observation, random_checkpoint
 from server_fakes import ask, eventually, http_get, raw_client, receive
 
 from worldkv.client import PolicyClient
@@ -93,16 +93,8 @@ class Soak:
 
 
 def observation(seed: int, tick: int) -> dict[str, Any]:
-    rng = np.random.default_rng([seed, tick])
-    frames = rng.integers(0, 256, (3, 1 if tick == 0 else 4, 45, 80, 3), dtype=np.uint8)
-    return {
-        "observation/exterior_image_0_left": frames[0],
-        "observation/exterior_image_1_left": frames[1],
-        "observation/wrist_image_left": frames[2],
-        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
-        "observation/gripper_position": rng.uniform(0, 1, 1),
-        "prompt": f"do task {seed % 3}",
-    }
+    rng, prompt = np.random.default_rng([seed, tick]), f"do task {seed % 3}"
+    return droid_observation(rng, 1 if tick == 0 else 4, prompt, size=(45, 80))
 
 
 def steady(soak: Soak, number: int, expected: list[np.ndarray]) -> None:

@@ -96,3 +96,21 @@ def test_the_real_episode_runs_through_every_window(
     assert np.isfinite(actions).all()
     assert actions.std(axis=0).min() > 0, "what is seen must change what is done"
     assert reasons == ["first tick" if k == 0 else "window full" if k % 4 == 0 else "" for k in range(18)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--clip", "c"], "--checkpoint: expected a folder"),
+        (["--clip", "c", "--checkpoint", "k", "--url", "ws://h:1"], "--url: a server has its own checkpoint"),
+        (["--recording", "r", "--url", "ws://h:1"], "--url: a server has its own checkpoint"),
+        (["--recording", "r", "--checkpoint", "k", "--max-calls", "3"], "--max-calls: is for a clip"),
+        (["--clip", "c", "--checkpoint", "k", "--lerobot", "l"], "--lerobot: is for a recording"),
+        (["--clip", "c", "--checkpoint", "k", "--tolerance", "0.1"], "--tolerance: is for a recording"),
+    ],
+)
+def test_no_option_is_taken_and_then_ignored(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", *options]) == 2
+    assert words in capsys.readouterr().err

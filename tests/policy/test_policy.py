@@ -23,7 +23,8 @@ from worldkv.errors import (
     WorldKVError,
 )
 from worldkv.policy.policy import Policy, PolicyReply, PolicySession
-from worldkv.policy.transforms import prepare_view, tile_views
+from worldkv.policy.tiling import tile_views
+from worldkv.policy.transforms import prepare_view
 
 TIMEOUT = 10
 

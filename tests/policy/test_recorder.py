@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import random_checkpoint  # noqa: E402
+from engines import droid_observation, random_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from worldkv.cli.lerobot import check_lerobot, write_lerobot  # noqa: E402
@@ -46,18 +46,6 @@ def recordings(policy: Policy) -> list[Recording]:
     return [Recording.open(folder) for folder in sorted(policy.recorder.folder.iterdir())]
 
 
-def observation(rng: np.random.Generator, num_frames: int, prompt: str) -> dict[str, Any]:
-    frames = rng.integers(0, 256, (3, num_frames, 180, 320, 3), dtype=np.uint8)
-    return {
-        "observation/exterior_image_0_left": frames[0],
-        "observation/exterior_image_1_left": frames[1],
-        "observation/wrist_image_left": frames[2],
-        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
-        "observation/gripper_position": rng.uniform(0, 1, 1),
-        "prompt": prompt,
-    }
-
-
 def test_two_robots_are_recorded_in_one_batch_and_each_replays_alone_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,7 +56,7 @@ def test_two_robots_are_recorded_in_one_batch_and_each_replays_alone_bit_for_bit
     sessions = [policy.open_session(name) for name in ("left/arm", "right")]
     for number in range(7):
         prompt = "stack the cups" if number < 5 else "wash them"
-        futures = [s.infer(observation(rng, 1 if number == 0 else 4, prompt)) for s in sessions]
+        futures = [s.infer(droid_observation(rng, 1 if number == 0 else 4, prompt)) for s in sessions]
         with pytest.raises(BadRequest):  # what fails is not part of the episode
             policy._preparation.read({"prompt": "no cameras"})
         for future in futures:
@@ -115,7 +103,7 @@ def test_a_replay_that_differs_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     policy = load_policy(checkpoint, EngineConfig(max_sessions=1))
     policy.recorder = Recorder(tmp_path / "recorded", {})
     session = policy.open_session("arm")
-    session.infer(observation(np.random.default_rng(0), 1, "stack")).result()
+    session.infer(droid_observation(np.random.default_rng(0), 1, "stack")).result()
     (recording,) = recordings(policy)
     policy.close()
     policy.engine.shutdown()
@@ -197,9 +185,9 @@ def test_forks_and_restored_sessions_are_recorded_but_not_replayed_alone(tmp_pat
     policy.recorder = Recorder(tmp_path / "recorded", {})
     rng = np.random.default_rng(0)
     session = policy.open_session("arm")
-    session.infer(observation(rng, 1, "stack")).result()
+    session.infer(droid_observation(rng, 1, "stack")).result()
     snapshot, fork = session.snapshot(), policy.fork(session, "fork")
-    fork.infer(observation(rng, 4, "stack")).result()
+    fork.infer(droid_observation(rng, 4, "stack")).result()
     session.restore(snapshot)
     found = {recording.about["session_id"]: recording for recording in recordings(policy)}
     policy.release(snapshot)

@@ -11,9 +11,9 @@ import policy_fakes as fakes
 import pytest
 
 torch = pytest.importorskip("torch")
-from engines import random_checkpoint  # noqa: E402
+from engines import droid_observation, random_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from test_recorder import observation, recordings  # noqa: E402
+from test_recorder import recordings  # noqa: E402
 
 from worldkv.cli.recorded import Difference  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
@@ -40,11 +40,11 @@ def test_restored_before_its_first_tick_is_not_self_contained(tmp_path):
     policy.recorder = Recorder(tmp_path / "recorded", {})
     rng = np.random.default_rng(0)
     session = policy.open_session("arm")
-    session.infer(observation(rng, 1, "stack")).result()
+    session.infer(droid_observation(rng, 1, "stack")).result()
     snapshot = session.snapshot()
     other = policy.open_session("other")
     other.restore(snapshot)
-    other.infer(observation(rng, 4, "stack")).result()
+    other.infer(droid_observation(rng, 4, "stack")).result()
     found = {r.about["session_id"]: r for r in recordings(policy)}
     policy.release(snapshot)
     policy.close()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from worldkv.policy.embodiment import Normalisation, Quantity
 from worldkv.policy.embodiment_file import packaged
 from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.policy.tiling import tile_views
 from worldkv.policy.transforms import (
     absolute_actions,
     denormalise,
@@ -22,7 +23,6 @@ from worldkv.policy.transforms import (
     normalise,
     normalise_state,
     prepare_view,
-    tile_views,
 )
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
-from engines import random_checkpoint
+from engines import droid_observation, random_checkpoint
 from server_fakes import eventually, http_get
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -76,15 +76,7 @@ def hear(socket: ClientConnection, kind: str) -> Any:
 
 
 def observation(tick: int) -> dict[str, Any]:
-    frames = np.random.default_rng(tick).integers(0, 256, (3, 1 if tick == 0 else 4, 180, 320, 3), dtype=np.uint8)
-    return {
-        "observation/exterior_image_0_left": frames[0],
-        "observation/exterior_image_1_left": frames[1],
-        "observation/wrist_image_left": frames[2],
-        "observation/joint_position": np.zeros(7),
-        "observation/gripper_position": np.zeros(1),
-        "prompt": "stack the cups",
-    }
+    return droid_observation(np.random.default_rng(tick), 1 if tick == 0 else 4)
 
 
 def call(server: PolicyServer, method: str, path: str, body: Any = None, key: str | None = None) -> Any:

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
-from engines import random_checkpoint
+from engines import droid_observation, random_checkpoint
 from server_fakes import ask, eventually, http_get, raw_client, receive
 from websockets.exceptions import ConnectionClosed
 
@@ -70,16 +70,7 @@ def call(
 
 
 def observation(tick: int, seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng([seed, tick])
-    frames = rng.integers(0, 256, (3, 1 if tick == 0 else 4, 180, 320, 3), dtype=np.uint8)
-    return {
-        "observation/exterior_image_0_left": frames[0],
-        "observation/exterior_image_1_left": frames[1],
-        "observation/wrist_image_left": frames[2],
-        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
-        "observation/gripper_position": rng.uniform(0, 1, 1),
-        "prompt": "stack the cups",
-    }
+    return droid_observation(np.random.default_rng([seed, tick]), 1 if tick == 0 else 4)
 
 
 def tick(server: PolicyServer, session_id: str, number: int, key: str | None = None, seed: int = 0) -> np.ndarray:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -23,7 +22,6 @@ import av
 from server_fakes import eventually
 from test_console import call, observation, serving
 
-from worldkv.cli.film import tiled
 from worldkv.cli.main import main
 from worldkv.cli.video import read_video
 from worldkv.client import PolicyClient
@@ -113,12 +111,3 @@ def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> 
     recording.require_self_contained()
     assert recording.num_ticks >= 1
     assert list(recording.ticks(server._service.policy.embodiment))
-
-
-def test_cameras_stand_where_the_model_sees_them() -> None:
-    names = {"a": "bottom left", "b": "bottom right", "c": "top, twice as wide"}
-    cameras = [{"name": name, "place": place} for name, place in names.items()]
-    seen = {name: np.full((6, 8, 3), 50 * (number + 1), np.uint8) for number, name in enumerate(names)}
-    image = tiled(seen, cameras, 12, 16)
-    assert (image[0, 0, 0], image[0, 15, 0], image[11, 0, 0], image[11, 15, 0]) == (150, 150, 50, 100)
-    assert tiled({"a": seen["a"]}, [{"name": "a", "place": "the whole image"}], 6, 8).min() == 50

@@ -9,6 +9,7 @@ many ways, and what is built per shape (cuDNN's plans, CUDA graphs) is then buil
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from typing import Self
@@ -27,7 +28,7 @@ _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or 
 ShapeClass = tuple[int, int, bool, int]
 
 
-class PagedPlan:
+class PagedPlan(ABC):
     """On the device: `tables` int32 [rows, blocks], `lengths` int32 [2, rows] of queries and of keys, `starts` int32
     [rows + 1] of queries; rows rounded up."""
 
@@ -73,8 +74,9 @@ class PagedPlan:
             v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
         return self.attend(layer, q_THD.to(k_slots.dtype).contiguous())
 
+    @abstractmethod
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """The backend's own kernel: [T, heads, head_dim] in the pool's dtype to the same."""
 
 
 def _block_tables(rows: Sequence[AttentionRow], num_tables: int, block_size: int) -> np.ndarray:

@@ -152,10 +152,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
     """What is allocated on the device against what is accounted for."""
     import torch
 
-    parts = [engine.model._dit, engine.model.encoders.vae.module, engine.model.encoders.text.module]
-    parts.append(engine.model.encoders.image.module)
-    tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in parts for t in m.parameters()}
-    weights, pool = sum(tensors.values()), engine.cache.storage.num_bytes
+    weights, pool = engine.model.num_weight_bytes, engine.cache.storage.num_bytes
     allocated = torch.cuda.memory_allocated(engine.cache.storage.device)
     gib = {name: round(value / 2**30, 2) for name, value in (("weights", weights), ("pool", pool), ("all", allocated))}
     print(f"memory, GiB: {gib}; unaccounted {100 * (1 - (weights + pool) / allocated):.1f} %")

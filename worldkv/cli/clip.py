@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from worldkv.cli.common import progress
-from worldkv.cli.episode import VIDEO_HZ, Episode, EpisodeTick, tile_cameras
+from worldkv.cli.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.cli.live_table import LiveTable
-from worldkv.cli.records import TickRecord
+from worldkv.cli.pictures import VIDEO_HZ
+from worldkv.cli.records import TickRecord, record_of_answer
 from worldkv.cli.video import read_video
 from worldkv.client import PolicyClient
 from worldkv.policy.policy import PolicyReply, PolicySession
@@ -105,17 +106,7 @@ def answered_by(client: PolicyClient) -> Answer:
     def answer(observation: dict[str, Any], number: int) -> tuple[TickRecord, np.ndarray, np.ndarray]:
         reply = client.infer(observation, details=True)
         assert isinstance(reply, dict), "details come in a map"
-        cache, timing = reply["cache"], reply["server_timing"]
-        timings = {name.removesuffix("_ms"): milliseconds for name, milliseconds in timing.items()}
-        record = TickRecord(
-            number,
-            client.session_id,
-            {**timings, "total": timing["infer_ms"]},
-            cache["frames_cached"],
-            cache["blocks_used"],
-            cache["blocks_free"],
-            cache["restart_reason"],
-        )
+        record = record_of_answer(reply, number, client.session_id)
         return record, np.array(reply["actions"]), np.array(reply["predicted_video"])
 
     return answer

@@ -20,7 +20,7 @@ import numpy as np
 from worldkv.cli.common import OK, progress, spinner
 from worldkv.cli.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.cli.live_table import LiveTable
-from worldkv.cli.records import TickRecord
+from worldkv.cli.records import record_of_answer
 from worldkv.cli.server_process import ServerProcess
 from worldkv.cli.synthetic import CONTROL_HZ, SyntheticArm
 from worldkv.cli.video import write_video
@@ -106,17 +106,7 @@ def _drive(arm: SyntheticArm, robot: PolicyClient, num_ticks: int, episode: Epis
     for number in range(num_ticks):
         reply = robot.infer(observation, details=True)
         assert isinstance(reply, dict), "details come in a map"
-        cache, timing = reply["cache"], reply["server_timing"]
-        timings = {name.removesuffix("_ms"): milliseconds for name, milliseconds in timing.items()}
-        record = TickRecord(
-            number,
-            robot.session_id,
-            {**timings, "total": timing["infer_ms"]},
-            cache["frames_cached"],
-            cache["blocks_used"],
-            cache["blocks_free"],
-            cache["restart_reason"],
-        )
+        record = record_of_answer(reply, number, robot.session_id)
         table.add(record)
         arm.execute(reply["actions"])
         observation = arm.observe()

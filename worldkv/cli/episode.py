@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from worldkv.cli.pictures import VIDEO_HZ, beside, enlarged
 from worldkv.cli.plots import DROID_ACTIONS, plot_actions, plot_cache, plot_latency
 from worldkv.cli.records import TickRecord
 from worldkv.cli.video import write_video
-
-VIDEO_HZ = 5  # of the model's imagination: 8 frames for the 24 actions at 15 Hz of DROID
-_LEAST_HEIGHT = 180  # pixels; smaller imagined frames are enlarged
-_GAP = 8  # pixels between the two halves of a comparison
+from worldkv.policy.tiling import tile_views
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Episode:
             )),
             ("latency.png", "milliseconds of each tick by stage", lambda path: plot_latency(path, self.records)),
             ("predicted.mp4", "what the model imagined to see", lambda path: write_video(
-                path, (_enlarged(frame) for tick in self.ticks for frame in tick.predicted), VIDEO_HZ
+                path, (enlarged(frame) for tick in self.ticks for frame in tick.predicted), VIDEO_HZ
             )),
         ]  # fmt: skip
         if any(tick.seen is not None for tick in self.ticks):
@@ -96,31 +94,13 @@ class Episode:
         write_video(path, self._pairs(), VIDEO_HZ)
 
     def _pairs(self) -> Iterator[np.ndarray]:
-        """Frames seen and imagined side by side, no larger than what there is to see in the imagined one."""
         for tick in self.ticks:
             for seen, predicted in zip(() if tick.seen is None else tick.seen, tick.predicted, strict=False):
-                height = min(seen.shape[0], max(predicted.shape[0], _LEAST_HEIGHT))
-                width = seen.shape[1] * height // seen.shape[0]
-                gap = np.full((height, _GAP, 3), 255, np.uint8)
-                yield np.concatenate([_resized(seen, height, width), gap, _resized(predicted, height, width)], axis=1)
+                yield beside(seen, predicted)
 
 
 def tile_cameras(observation: Mapping[str, Any]) -> np.ndarray:
     """The three cameras of an observation as the model sees them, but for the cropping: the wrist's above, twice as
     wide, the exterior ones below; uint8 [T, 2 h, 2 w, 3]."""
     left, right = (np.asarray(observation[f"observation/exterior_image_{index}_left"]) for index in (0, 1))
-    above = np.repeat(np.asarray(observation["observation/wrist_image_left"]), 2, axis=2)
-    return np.concatenate([above, np.concatenate([left, right], axis=2)], axis=1)
-
-
-def _enlarged(frame: np.ndarray) -> np.ndarray:
-    times = max(1, -(-_LEAST_HEIGHT // frame.shape[0]))
-    return np.repeat(np.repeat(frame, times, axis=0), times, axis=1)
-
-
-def _resized(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The nearest pixels: nothing is smoothed away."""
-    rows = np.arange(height) * frame.shape[0] // height
-    columns = np.arange(width) * frame.shape[1] // width
-    resized: np.ndarray = frame[rows][:, columns]
-    return resized
+    return tile_views([left, right, np.asarray(observation["observation/wrist_image_left"])], "wrist_over_exteriors")

@@ -78,6 +78,13 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_server_address(command: argparse.ArgumentParser, default: str | None = "ws://127.0.0.1:8000") -> None:
+    command.add_argument("--url", default=default, metavar="URL", help=f"of the server ({default or 'none'})")
+    command.add_argument(
+        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
+    )
+
+
 def _add_robot_and_base(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--embodiment",
@@ -183,7 +190,7 @@ def _add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--clip", type=Path, metavar="DIR", help="folder with the three camera files")
     source.add_argument("--recording", type=Path, metavar="DIR", help="folder of a recorded session")
-    command.add_argument("--url", metavar="URL", help="send the clip to this server in place of a checkpoint here")
+    _add_server_address(command, default=None)
     command.add_argument(
         "--tolerance", type=float, default=0.0, help="largest relative difference from the recording (0: bit for bit)"
     )
@@ -305,10 +312,7 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
         "place in the model's image, since swapped cameras can only be seen. Needs no torch.",
         "worldkv doctor --url ws://gpu-box:8000 --observation seen.npz",
     )
-    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
-    command.add_argument(
-        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
-    )
+    _add_server_address(command)
     command.add_argument(
         "--observation", type=Path, metavar="FILE", help="npz with what your robot sends: images, state, prompt"
     )
@@ -324,10 +328,7 @@ def _add_top(commands: Commands[argparse.ArgumentParser]) -> None:
         "What the console's first view shows; Ctrl-C ends it. Without a terminal, or with --once, one picture.",
         "worldkv top --url ws://gpu-box:8000",
     )
-    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
-    command.add_argument(
-        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
-    )
+    _add_server_address(command)
     command.add_argument("--once", action="store_true", help="print once and end")
 
 
@@ -340,10 +341,7 @@ def _add_film(commands: Commands[argparse.ArgumentParser]) -> None:
         "such a video. Needs no torch.",
         "worldkv film --url ws://gpu-box:8000 --session arm --ticks 20 --output arm.mp4",
     )
-    command.add_argument("--url", default="ws://127.0.0.1:8000", metavar="URL", help="(ws://127.0.0.1:8000)")
-    command.add_argument(
-        "--api-key", default=os.environ.get("WORLDKV_API_KEY") or None, metavar="KEY", help="(WORLDKV_API_KEY)"
-    )
+    _add_server_address(command)
     command.add_argument("--session", required=True, metavar="ID", help="of an open session")
     command.add_argument("--ticks", type=int, default=10, metavar="N", help="to film (10)")
     command.add_argument("--output", type=Path, default=Path("film.mp4"), metavar="FILE", help="(film.mp4)")

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from worldkv.cli.clip import record_of
-from worldkv.cli.episode import VIDEO_HZ, Episode, EpisodeTick
+from worldkv.cli.episode import Episode, EpisodeTick
 from worldkv.cli.live_table import LiveTable
+from worldkv.cli.pictures import VIDEO_HZ, resized
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.policy import PolicySession
 from worldkv.policy.recording import RecordedTick, Recording
-from worldkv.policy.transforms import tile_views
+from worldkv.policy.tiling import tile_views
 
 
 @dataclass
@@ -86,7 +87,9 @@ def _remember_what_was_seen(episode: Episode, tick: RecordedTick, robot: Embodim
 
 
 def tiled_views(frames: Mapping[str, np.ndarray | None], robot: Embodiment) -> np.ndarray:
-    """The cameras as the model sees them, but for crop and size: uint8 [T, H, W, 3]."""
-    known = next(stack for stack in frames.values() if stack is not None)
+    """The cameras as the model sees them, but for the crop: uint8 [T, H, W, 3], in the first camera's size each."""
+    height, width = robot.cameras[0].height, robot.cameras[0].width
+    num_frames = next(len(stack) for stack in frames.values() if stack is not None)
+    black = np.zeros((num_frames, height, width, 3), np.uint8)
     views = [frames[camera.name] for camera in robot.cameras]
-    return tile_views([np.zeros_like(known) if view is None else view for view in views], robot.layout)
+    return tile_views([black if view is None else resized(view, height, width) for view in views], robot.layout)

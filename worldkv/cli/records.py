@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-STAGES = ("preprocess", "queue", "encode", "commit", "denoise")
-"""The stages of a tick in the order in which they happen; `timings` has these and `total`."""
+from worldkv.server.tracing import STAGES
+
+__all__ = ["STAGES", "TickRecord", "record_of_answer"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,18 @@ class TickRecord:
     def total_ms(self) -> float:
         """The `total` of the timings; the sum of the stages where nobody measured it."""
         return self.timings.get("total", sum(self.timings.get(stage, 0.0) for stage in STAGES))
+
+
+def record_of_answer(answer: Mapping[str, Any], number: int, session_id: str) -> TickRecord:
+    """Of what a server answers to a request with `details`."""
+    cache, timing = answer["cache"], answer["server_timing"]
+    timings = {name.removesuffix("_ms"): milliseconds for name, milliseconds in timing.items()}
+    return TickRecord(
+        number,
+        session_id,
+        {**timings, "total": timing["infer_ms"]},
+        cache["frames_cached"],
+        cache["blocks_used"],
+        cache["blocks_free"],
+        cache["restart_reason"],
+    )

@@ -20,13 +20,25 @@ from worldkv.policy.recording import Recording
 def run(arguments: argparse.Namespace) -> int:
     if arguments.max_calls is not None and arguments.max_calls < 1:
         raise ValueError(f"--max-calls: expected at least 1, got {arguments.max_calls}")
-    if arguments.checkpoint is None and (arguments.url is None or arguments.clip is None):
-        raise ValueError("--checkpoint: expected a folder; without one a clip can go to a server, with --url")
+    _check_combination(arguments)
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.recording is not None:
         return _replay_recording(arguments)
     episode = _send_clip(arguments) if arguments.url is not None else _run_clip(arguments)
     return _leave(episode, arguments.output)
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """No option is taken and then ignored. Raises ValueError."""
+    if arguments.url is None and arguments.checkpoint is None:
+        raise ValueError("--checkpoint: expected a folder; without one a clip can go to a server, with --url")
+    if arguments.url is not None and (arguments.checkpoint is not None or arguments.recording is not None):
+        raise ValueError("--url: a server has its own checkpoint and gets a clip; leave --checkpoint, --recording out")
+    of_clips = {"--prompt": arguments.prompt, "--max-calls": arguments.max_calls}
+    of_recordings = {"--lerobot": arguments.lerobot, "--tolerance": arguments.tolerance or None}
+    for name, value in (of_clips if arguments.recording is not None else of_recordings).items():
+        if value is not None:
+            raise ValueError(f"{name}: is for a {'clip' if name in of_clips else 'recording'}; leave it out")
 
 
 def _run_clip(arguments: argparse.Namespace) -> Episode:
@@ -49,7 +61,7 @@ def _send_clip(arguments: argparse.Namespace) -> Episode:
     schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
     episode = Episode(clips.CLIP_HZ, window_frames=0)
     title = f"{arguments.clip.name}: {len(schedule)} requests to {arguments.url}"
-    with PolicyClient(arguments.url, None) as client, LiveTable(0, title=title) as table:
+    with PolicyClient(arguments.url, None, api_key=arguments.api_key) as client, LiveTable(0, title=title) as table:
         answer = clips.answered_by(client)
         clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
     episode.window_frames = max(record.frames_cached for record in episode.records)

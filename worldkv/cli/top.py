@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
-from websockets.sync.client import ClientConnection, connect
+from worldkv.cli.common import OK, has_rich, size_text
+from worldkv.cli.console_client import console_feed, hear
 
-from worldkv.cli.common import FAILED, OK, has_rich, size_text
-from worldkv.errors import ConnectionLost
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
 
 _BAR = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    url = arguments.url if "://" in arguments.url else f"ws://{arguments.url}"
-    try:
-        with connect(f"{url.rstrip('/')}/v1/console", open_timeout=10) as socket:
-            socket.send(json.dumps({"key": arguments.api_key}))
-            hello = _hear(socket, "hello")
-            if arguments.once or not sys.stdout.isatty() or not has_rich():
-                print("\n".join(lines(hello, _hear(socket, "overview"))))
-                return OK
+    with console_feed(arguments) as (socket, hello), suppress(KeyboardInterrupt):
+        if arguments.once or not sys.stdout.isatty() or not has_rich():
+            print("\n".join(lines(hello, hear(socket, "overview"))))
+        else:
             _show(socket, hello)
-    except (OSError, InvalidHandshake, ConnectionClosed) as error:
-        raise ConnectionLost(f"{url}: {error}; check the address, and that the server runs") from error
-    except KeyboardInterrupt:
-        return OK
-    return FAILED
+    return OK
 
 
 def _show(socket: ClientConnection, hello: dict[str, Any]) -> None:
@@ -41,17 +33,7 @@ def _show(socket: ClientConnection, hello: dict[str, Any]) -> None:
 
     with Live(screen=True, auto_refresh=False) as screen:
         while True:
-            screen.update(Text("\n".join(lines(hello, _hear(socket, "overview")))), refresh=True)
-
-
-def _hear(socket: ClientConnection, kind: str) -> dict[str, Any]:
-    while True:
-        message = socket.recv(timeout=30)
-        told: dict[str, Any] = json.loads(message) if isinstance(message, str) else {}
-        if told.get("type") == "refused":
-            raise ConnectionLost(f"{told['why']}; give --api-key")
-        if told.get("type") == kind:
-            return told
+            screen.update(Text("\n".join(lines(hello, hear(socket, "overview")))), refresh=True)
 
 
 def lines(hello: dict[str, Any], told: dict[str, Any]) -> list[str]:
@@ -61,7 +43,8 @@ def lines(hello: dict[str, Any], told: dict[str, Any]) -> list[str]:
     filled = round(_BAR * used / max(total, 1))
     note = "  RANDOM WEIGHTS" if hello["random_weights"] else ""
     shown = [
-        f"worldkv {hello['version']}  {robot['tag']}  {hello['model']}  {hello['device']} {hello['attention']}{note}",
+        f"worldkv {hello['version']}  {robot['embodiment']}  {hello['model']}  "
+        f"{hello['device']} {hello['attention']}{note}",
         f"{time.strftime('%H:%M:%S', time.localtime(told['now']))}  {len(told['sessions'])} sessions, "
         f"{told['num_parked']} parked, {told['num_other_sessions']} of other keys, {told['more_sessions']} more fit; "
         f"{told['in_flight']} ticks in flight; {told['refused']} refused",

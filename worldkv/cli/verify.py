@@ -25,7 +25,8 @@ from worldkv.models.encoder_sizes import read_sizes
 from worldkv.models.tick_io import Prompt, TickInputs
 from worldkv.models.tokenizer import ByteTokenizer
 from worldkv.policy.assembly import checkpoint_embodiment, load_engine
-from worldkv.policy.transforms import absolute_actions, normalise_state, prepare_view, tile_views
+from worldkv.policy.tiling import tile_views
+from worldkv.policy.transforms import absolute_actions, normalise_state, prepare_view
 from worldkv.sampling.step_skipping import FIXED_STEPS, Steps
 
 _CALLS_FIELDS = ("window_policy", "cfg_scale", "solver_steps", "evaluated_steps", "calls")

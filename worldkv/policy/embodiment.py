@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
 
 Normalisation = Literal["none", "q99", "mean_std", "min_max", "scale", "binary"]
 Layout = Literal["single", "wrist_over_exteriors", "grid"]
-# where each camera stands in the model's image, in their order
-PLACES: Mapping[Layout, tuple[str, ...]] = MappingProxyType(
-    {
-        "single": ("the whole image",),
-        "wrist_over_exteriors": ("bottom left", "bottom right", "top, twice as wide"),
-        "grid": ("top left", "bottom left", "top right", "bottom right"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Embodiment:
 
     `cameras`, `state`, `actions`: in the order in which the model concatenates them. `crop_scale`: side of
     the centre crop relative to the image's. `view_height`, `view_width`: pixels of one view after the resize.
-    `layout`: how the views share the model's image; `transforms.tile_views` draws it. `fps`: control and recording
+    `layout`: how the views share the model's image; `tiling.tile_views` draws it. `fps`: control and recording
     rate in Hz. `frames_per_tick`: of each camera, in every tick but the first after an opening or a reset, which has
     one.
     """

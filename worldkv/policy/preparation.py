@@ -18,12 +18,12 @@ from worldkv.models.tick_io import TickInputs
 from worldkv.policy.contract import contract_warnings
 from worldkv.policy.embodiment import Embodiment
 from worldkv.policy.observation import Observation, read_observation
+from worldkv.policy.tiling import tile_views
 from worldkv.policy.transforms import (
     absolute_actions,
     format_prompt,
     normalise_state,
     prepare_view,
-    tile_views,
 )
 
 

@@ -7,7 +7,7 @@ out equal. Does not know sessions or what a client may send: inputs are already 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from worldkv.policy.embodiment import Embodiment, Layout, Quantity
+from worldkv.policy.embodiment import Embodiment, Quantity
 
 Numbers: TypeAlias = npt.NDArray[np.floating[Any]]
 
@@ -38,27 +38,6 @@ def prepare_view(frames: np.ndarray, embodiment: Embodiment) -> np.ndarray:
     top, left = round((height - crop_height) / 2), round((width - crop_width) / 2)
     cropped = frames[:, top : top + crop_height, left : left + crop_width]
     return resize_frames(cropped, embodiment.view_height, embodiment.view_width)
-
-
-def tile_views(views: Sequence[np.ndarray], layout: Layout) -> np.ndarray:
-    """Views uint8 [T, h, w, 3] in camera order -> the model's image sequence, uint8 [T, H, W, 3].
-
-    single: the one view. wrist_over_exteriors: view 2 over the whole top, each pixel twice along the width,
-    views 0 and 1 below. grid: 0 top left, 1 bottom left, 2 top right, 3 (black if absent) bottom right.
-    """
-    if layout == "single":
-        return views[0]
-    if layout == "wrist_over_exteriors":
-        left, right, wrist = views
-        top = np.repeat(wrist, 2, axis=2)
-        return np.concatenate([top, np.concatenate([left, right], axis=2)], axis=1)
-    black = np.zeros_like(views[0])
-    top_left, bottom_left, top_right, bottom_right = (*views, *[black] * (4 - len(views)))
-    columns = [
-        np.concatenate([top_left, bottom_left], axis=1),
-        np.concatenate([top_right, bottom_right], axis=1),
-    ]
-    return np.concatenate(columns, axis=2)
 
 
 def normalise_state(state: Mapping[str, np.ndarray], embodiment: Embodiment) -> np.ndarray:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from worldkv.errors import AdmissionRefused, Unauthorised, WorldKVError
 from worldkv.server import console_state as state
 from worldkv.server.http import require_own_page
 from worldkv.server.sessions import Entry, owned
-from worldkv.wire import CloseCode
+from worldkv.wire import CloseCode, close_code, public_error
 
 if TYPE_CHECKING:
     from worldkv.engine.stats import BlockMap
@@ -85,7 +86,7 @@ class _Viewer:
         self._service = service
         self._feeds = feeds
         self._owner = ""
-        self._watched: dict[str, tuple[Entry, int]] = {}  # id -> the session, and the last tick that was sent
+        self._watched: dict[str, tuple[Entry, Hashable]] = {}  # id -> the session, and what of it was sent
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -101,10 +102,10 @@ class _Viewer:
                 await asyncio.wait({reading, sending, stop}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (reading, sending, stop):
                     task.cancel()
-        except* (Unauthorised, AdmissionRefused, TimeoutError) as refused:
-            await self._refuse(str(refused.exceptions[0]) or "the key did not come")
+        except* (Unauthorised, AdmissionRefused) as refused:
+            await self._refuse(*public_error(refused.exceptions[0]))
         except* (ValueError, KeyError):
-            await self._refuse("expected a JSON object: a key first, then what to watch")
+            await self._refuse("bad_request", "expected a JSON object: a key first, then what to watch")
         except* (WebSocketDisconnect, RuntimeError):
             pass  # the page is gone
         finally:
@@ -114,15 +115,18 @@ class _Viewer:
     async def _authorise(self) -> None:
         """The key is the first message, since a browser's socket cannot send a header."""
         require_own_page(self._websocket, self._service)
-        first = await asyncio.wait_for(self._websocket.receive_json(), _KEY_WITHIN_S)
+        try:
+            first = await asyncio.wait_for(self._websocket.receive_json(), _KEY_WITHIN_S)
+        except TimeoutError:
+            raise Unauthorised(f"the key did not come within {_KEY_WITHIN_S:g} s") from None
         key = first.get("key") if isinstance(first, dict) else None
         self._owner = self._service.config.owner_of(f"Api-Key {key}" if key else None)
         self._service.count_connection(self._owner, self)
 
-    async def _refuse(self, why: str) -> None:
+    async def _refuse(self, code: str, why: str) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            await self._websocket.send_json({"type": "refused", "why": why})
-            await self._websocket.close(CloseCode.UNAUTHORISED, "not authorised")
+            await self._websocket.send_json({"type": "refused", "code": code, "why": why})
+            await self._websocket.close(close_code(code), code)
 
     async def _read(self) -> None:
         """Which sessions the page looks at."""
@@ -145,7 +149,7 @@ class _Viewer:
             if name not in self._watched or self._watched[name][0] is not entry:
                 entry.history.looked_at()
         self._watched = {
-            name: self._watched[name] if name in self._watched and self._watched[name][0] is entry else (entry, -2)
+            name: self._watched[name] if name in self._watched and self._watched[name][0] is entry else (entry, None)
             for name, entry in entries.items()
         }
 
@@ -160,13 +164,12 @@ class _Viewer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), PERIOD_S)
 
-    async def _send_session(self, name: str, entry: Entry, sent: int) -> None:
+    async def _send_session(self, name: str, entry: Entry, sent: Hashable) -> None:
         robot = self._service.policy.embodiment
-        marks = (entry.history.num_ticks, len(entry.history.events), entry.history.latest is None)
-        mark = hash(marks)
-        if mark == sent:
+        state_now = entry.history.mark
+        if state_now == sent:
             return
-        self._watched[name] = (entry, mark)
+        self._watched[name] = (entry, state_now)
         await self._websocket.send_json(state.detail(entry, robot.action_horizon / robot.fps))
         latest = entry.history.latest
         if latest is None:

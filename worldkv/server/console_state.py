@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from worldkv import __version__
-from worldkv.policy.embodiment import PLACES
+from worldkv.server.robot_contract import robot_contract
 from worldkv.server.sessions import Entry
 
 if TYPE_CHECKING:
@@ -45,15 +45,10 @@ def hello(service: PolicyService) -> dict[str, Any]:
         "records": service.policy.recorder is not None,
         "keys": service.config.api_key is not None,
         "robot": {
-            "tag": robot.tag,
-            "rate_hz": robot.fps,
-            "chunk_s": robot.action_horizon / robot.fps,
-            "cameras": [
-                {"name": camera.name, "field": camera.field, "place": place}
-                for camera, place in zip(robot.cameras, PLACES[robot.layout], strict=False)
-            ],
+            **robot_contract(robot).model_dump(),
+            "layout": robot.layout,
+            "camera_size": [robot.cameras[0].height, robot.cameras[0].width],
             "actions": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.actions],
-            "state": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.state],
         },
     }
 

@@ -55,6 +55,11 @@ class SessionHistory:
     num_viewers: int = 0
     latest: Latest | None = None  # only while there are viewers
 
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """Equal as long as a viewer would see the same."""
+        return (self.num_ticks, self.events[-1].at if self.events else None, self.latest is None)
+
     def happened(self, text: str) -> None:
         self.events.append(Event(time.time(), text))
 

@@ -18,9 +18,9 @@ from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
 from worldkv.errors import BadRequest, RequestTimedOut
-from worldkv.policy.embodiment import PLACES, Quantity
 from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
+from worldkv.server.robot_contract import RobotContract, robot_contract
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import EndReason, Entry, owned
 from worldkv.server.snapshots import HeldSnapshot
@@ -106,41 +106,6 @@ class Books(BaseModel):
     explanation: str
 
 
-class CameraContract(BaseModel):
-    """`place`: where the model sees it in its tiled image. `optional`: black where it is not sent."""
-
-    field: str
-    name: str
-    height: int
-    width: int
-    optional: bool
-    place: str
-
-
-class StateContract(BaseModel):
-    """`low`, `high`: what training saw, or what the robot's file allows; a tick outside is warned about."""
-
-    field: str
-    dim: int
-    low: list[float] | None
-    high: list[float] | None
-    meaning: str
-
-
-class RobotContract(BaseModel):
-    """What an observation has to hold. After a first tick of one frame, a tick has `frames_per_tick` of each camera,
-    spread over the `action_horizon` steps since the last one; `chunk_s` is how long a chunk of actions lasts."""
-
-    embodiment: str
-    cameras: list[CameraContract]
-    state: list[StateContract]
-    frames_per_tick: int
-    rate_hz: float
-    action_horizon: int
-    action_dim: int
-    chunk_s: float
-
-
 class Failure(BaseModel):
     """`error_id` finds the reason in the server's log."""
 
@@ -190,36 +155,7 @@ router = APIRouter(prefix="/v1", responses=_FAILURES)
 @router.get("/embodiment")
 async def describe_embodiment(_: Owner, service: Service) -> RobotContract:
     """The robot that is served: fields, sizes, ranges and rates of its observations."""
-    robot = service.policy.embodiment
-    places = PLACES[robot.layout]
-    return RobotContract(
-        embodiment=robot.tag,
-        cameras=[
-            CameraContract(
-                field=camera.field,
-                name=camera.name,
-                height=camera.height,
-                width=camera.width,
-                optional=camera.optional,
-                place=place,
-            )
-            for camera, place in zip(robot.cameras, places, strict=False)
-        ],
-        state=[_state_contract(quantity) for quantity in robot.state],
-        frames_per_tick=robot.frames_per_tick,
-        rate_hz=robot.fps,
-        action_horizon=robot.action_horizon,
-        action_dim=robot.action_dim,
-        chunk_s=robot.action_horizon / robot.fps,
-    )
-
-
-def _state_contract(quantity: Quantity) -> StateContract:
-    ends: tuple[Any, Any] | None = quantity.training_range
-    if quantity.allowed is not None:
-        ends = tuple([end] * quantity.dim for end in quantity.allowed)  # type: ignore[assignment]
-    low, high = (None, None) if ends is None else (list(map(float, end)) for end in ends)
-    return StateContract(field=quantity.field, dim=quantity.dim, low=low, high=high, meaning=quantity.meaning)
+    return robot_contract(service.policy.embodiment)
 
 
 @router.get("/sessions")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from worldkv.server.history import TickRow
 
-STAGES = ("preprocess", "queue", "encode", "commit", "denoise")
+STAGES = ("preprocess", "queue", "encode", "commit", "denoise")  # of a tick, in the order in which they happen
 
 
 class TickTracer:

@@ -11,6 +11,7 @@ let socket = null;
 let view = null;
 let backoff = 500;
 let lastCounts = null;
+let refused = null; // why, if the server said so before it closed
 
 function setStatus(state, words) {
   statusBox.dataset.state = state;
@@ -29,21 +30,23 @@ function lost() {
   socket = null;
   if (document.getElementById("login").open) return;
   setStatus("away", "away");
-  text(banner, "The server does not answer. What you see is old; the page tries again by itself.");
+  const trouble = refused ? `The server refuses this page: ${refused}.` : "The server does not answer. What you see is old;";
+  text(banner, `${trouble} the page tries again by itself.`);
+  refused = null;
   banner.hidden = false;
   setTimeout(connect, backoff);
   backoff = Math.min(2 * backoff, 5000);
 }
 
 function hear(message) {
-  if (message.type === "refused") return login(message.why);
+  if (message.type === "refused") return message.code === "unauthorised" ? login(message.why) : refuse(message.why);
   if (message.type === "hello") {
     told.hello = message;
     backoff = 500;
     banner.hidden = true;
     setStatus("live", "live");
     const { model, device, dtype, attention, robot } = message;
-    text(document.getElementById("model"), `${robot.tag} · ${model} · ${device}, ${dtype}, ${attention}`);
+    text(document.getElementById("model"), `${robot.embodiment} · ${model} · ${device}, ${dtype}, ${attention}`);
     document.getElementById("random").hidden = !message.random_weights;
     told.details.clear();
     route();
@@ -91,6 +94,10 @@ function see(buffer) {
     told.imagined.set(header.id, { tick: header.tick, shape: header.shape, pixels: take(header.shape) });
   }
   requestAnimationFrame(() => view?.update());
+}
+
+function refuse(why) {
+  refused = why;
 }
 
 function login(why) {

@@ -1,0 +1,48 @@
+"""The console's socket for commands that look at a server: opened, greeted, its trouble told. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.sync.client import ClientConnection, connect
+
+from worldkv.errors import ConnectionLost
+
+_OPEN_WITHIN_S = 10
+_ANSWER_WITHIN_S = 120.0
+
+
+@contextmanager
+def console_feed(arguments: argparse.Namespace) -> Iterator[tuple[ClientConnection, dict[str, Any]]]:
+    """(socket, the server's hello) for `--url` and `--api-key`. Raises ConnectionLost, also for what fails inside."""
+    url = arguments.url if "://" in arguments.url else f"ws://{arguments.url}"
+    try:
+        with connect(f"{url.rstrip('/')}/v1/console", open_timeout=_OPEN_WITHIN_S, max_size=None) as socket:
+            socket.send(json.dumps({"key": arguments.api_key}))
+            yield socket, hear(socket, "hello")
+    except (OSError, InvalidHandshake, ConnectionClosed) as error:  # TimeoutError is an OSError
+        raise ConnectionLost(f"{url}: {error or 'no answer'}; check the address, and that the server runs") from error
+
+
+def hear(socket: ClientConnection, *kinds: str) -> dict[str, Any]:
+    """The next message of one of these kinds that is JSON; others are passed over."""
+    while True:
+        message = receive(socket)
+        if isinstance(message, dict) and message["type"] in kinds:
+            return message
+
+
+def receive(socket: ClientConnection) -> dict[str, Any] | bytes:
+    """The next message. Raises ConnectionLost where the server refuses."""
+    message = socket.recv(timeout=_ANSWER_WITHIN_S)
+    if isinstance(message, bytes):
+        return message
+    told: dict[str, Any] = json.loads(message)
+    if told["type"] == "refused":
+        raise ConnectionLost(told["why"] + ("; give --api-key" if told["code"] == "unauthorised" else ""))
+    return told
