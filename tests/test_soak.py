@@ -39,7 +39,7 @@ from worldkv.policy.assembly import load_policy
 from worldkv.server.policy_server import PolicyServer, ServerConfig
 from worldkv.wire import pack
 
-SECONDS = float(os.environ.get("WORLDKV_SOAK_SECONDS", "12"))
+SECONDS = float(os.environ.get("WORLDKV_SOAK_SECONDS", "20"))
 NUM_STEADY, TICKS = 8, 4
 PAUSES = {"comer": (0, 0.3), "vanisher": (0.2, 2), "resetter": (0, 0.3), "rubbish": (0.2, 2), "planner": (0, 0.3)}
 MOST_GROWTH_MIB = 64  # of the process, from the first third to the end: allocator slack, not a leak of minutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_a_tick_is_a_span_with_its_stages(server: PolicyServer) -> None:
         assert span.parent.span_id == tick.context.span_id
         assert tick.start_time <= span.start_time <= span.end_time
     call(server, "DELETE", "sessions/traced")
+
+
+def test_a_collector_without_the_packages_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert main(["serve", "--checkpoint", str(random_checkpoint("ti2v")), "--otlp", "http://collector:4318"]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'worldkv[otel]'" in error
+    assert "loading" not in error
 
 
 def test_top_prints_what_the_console_shows(server: PolicyServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from worldkv.policy.policy import Policy
 from worldkv.policy.recorder import Recorder
 from worldkv.server.logs import set_up_logging
 from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.server.tracing import TickTracer
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,13 +21,14 @@ def run(arguments: argparse.Namespace) -> int:
         episode_gap_s=arguments.episode_gap,
     )
     set_up_logging(arguments.log_format)
+    tracer = None if arguments.otlp is None else TickTracer.to_collector(arguments.otlp)
     policy = load_policy_for(arguments, max_sessions=arguments.max_sessions)
     try:
         if arguments.record is not None:
             policy.recorder = _recorder(policy, arguments)
         server = PolicyServer(policy, config)
-        if arguments.otlp is not None:
-            server.trace_to(arguments.otlp)
+        if tracer is not None:
+            server.trace_with(tracer)
         server.listen()
         print(f"worldkv {__version__}")
         for line in describe_model(policy, arguments.checkpoint):

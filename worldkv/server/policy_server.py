@@ -37,6 +37,7 @@ from worldkv.server.service import PolicyService
 
 if TYPE_CHECKING:
     from worldkv.policy.policy import Policy
+    from worldkv.server.tracing import TickTracer
 
 __all__ = ["PolicyServer", "ServerConfig", "create_app"]
 
@@ -72,11 +73,9 @@ class PolicyServer:
             raise ValueError("port: not listening yet; call listen() or start() first")
         return self._port
 
-    def trace_to(self, url: str) -> None:
-        """Send OpenTelemetry traces of ticks to a collector. Raises ImportError without the packages."""
-        from worldkv.server.tracing import TickTracer
-
-        self._service.tracer = TickTracer.to_collector(url)
+    def trace_with(self, tracer: TickTracer) -> None:
+        """Have every tick traced; the tracer is closed with the server."""
+        self._service.tracer = tracer
 
     def listen(self) -> int:
         """Take the port: from now on clients wait instead of being refused. Raises OSError if it is taken."""

@@ -24,11 +24,17 @@ class TickTracer:
 
     @classmethod
     def to_collector(cls, url: str) -> TickTracer:
-        """Spans go to an OTLP collector over HTTP, in batches, off the serving threads. Raises ImportError."""
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        """Spans go to an OTLP collector over HTTP, in batches, off the serving threads.
+
+        Raises ValueError without the packages.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ValueError(f"traces need OpenTelemetry ({error}): pip install 'worldkv[otel]'") from error
 
         provider = TracerProvider(resource=Resource.create({"service.name": "worldkv"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces")))
