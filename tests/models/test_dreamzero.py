@@ -35,7 +35,6 @@ def test_every_recorded_quantity_of_a_rollout_is_reproduced(golden_folder: Path)
         engine = load_engine(
             golden_folder,
             EngineConfig(block_size=16),
-            image_attention="channels",
             negative_prompt=prompt(golden, "unconditional"),
         )
     session = engine.open_session()

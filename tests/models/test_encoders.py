@@ -35,8 +35,7 @@ def checkpoint(golden_folder: Path) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def encoders(checkpoint: Checkpoint) -> WanEncoders:
-    # the recordings were made with attention over channels in the image tower: see build_image_encoder
-    return load_encoders(checkpoint, device="cpu", dtype=torch.float32, image_attention="channels")
+    return load_encoders(checkpoint, device="cpu", dtype=torch.float32)
 
 
 def error(ours: torch.Tensor, recorded: torch.Tensor) -> float:
@@ -310,7 +309,7 @@ def test_pixels_are_scaled_to_minus_one_to_one() -> None:
 
 
 def test_encoders_run_in_bfloat16(checkpoint: Checkpoint, golden: Golden) -> None:
-    encoders = load_encoders(checkpoint, device="cpu", dtype=torch.bfloat16, image_attention="channels")
+    encoders = load_encoders(checkpoint, device="cpu", dtype=torch.bfloat16)
     ours = encoders.vae.encode(frames_to_video(golden["call0.frames"]))
     assert ours.dtype == torch.bfloat16
     assert error(ours.float(), golden["call0.first_frame_condition"][:, 4:, :1]) < 0.05

@@ -74,8 +74,6 @@ def _load(
             device=choose_device(arguments.device),
             steps=_steps(calls),
             window_policy=calls["window_policy"],
-            # the recordings' image tower attends over channels (docs/log.md)
-            image_attention="channels",
             tokenizer=ByteTokenizer(dit.text_len, read_sizes(checkpoint).text.vocab_size),  # token ids were recorded
             negative_prompt=_prompt(golden, UNCONDITIONAL),
             progress=step,
@@ -150,7 +148,7 @@ def _run_calls(
 
         beside = [_disturb(engine, other, golden, number, i) for i, other in enumerate(others)]
         result = engine.submit(session, _recorded_inputs(golden, number, trace)).result()
-        history = session.kv.branches[CONDITIONAL].num_chunks * engine.cache.spec.chunk_size
+        history = session.kv.branches[CONDITIONAL].num_tokens
         for future in beside:
             future.result()
         for i, other in enumerate(others):  # one more of each, between this call and the next

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import nn
@@ -85,8 +84,6 @@ class EncoderSizes:
         return shapes
 
 
-ImageAttention = Literal["tokens", "channels"]
-_CHANNEL_ATTENTION = "worldkv_channels"  # its name in transformers' registry
 Built = tuple[nn.Module, dict[str, TensorSource]]  # a module on the meta device, and where its tensors come from
 
 
@@ -174,17 +171,9 @@ def build_text_encoder(sizes: TextSizes) -> Built:
     return module, keys.sources(module.state_dict(), keys.TEXT_RULES, keys.TEXT_PREFIX)
 
 
-def build_image_encoder(sizes: ImageSizes, attention: ImageAttention = "tokens") -> Built:
-    """transformers' CLIPVisionModel less the last layer and the final norm, neither of which is ever run.
-
-    attention: "tokens" is the tower as it was trained and as every released checkpoint needs it. "channels"
-    reproduces recordings whose stand-in for flash attention took [B, tokens, channels] for [B, tokens, heads,
-    channels] and so attended over channels, all heads as one; it exists to verify against those and makes no
-    sense of trained weights.
-    """
+def build_image_encoder(sizes: ImageSizes) -> Built:
+    """transformers' CLIPVisionModel less the last layer and the final norm, neither of which is ever run."""
     transformers = library("transformers")
-    if attention == "channels":
-        transformers.AttentionInterface.register(_CHANNEL_ATTENTION, _channel_attention)
     config = transformers.CLIPVisionConfig(
         hidden_size=sizes.dim,
         intermediate_size=sizes.ffn_dim,
@@ -194,24 +183,13 @@ def build_image_encoder(sizes: ImageSizes, attention: ImageAttention = "tokens")
         patch_size=IMAGE_PATCH,
         hidden_act="gelu",
         layer_norm_eps=1e-5,
-        attn_implementation="eager" if attention == "tokens" else _CHANNEL_ATTENTION,
+        attn_implementation="eager",
     )
     with torch.device("meta"):
         module = transformers.CLIPVisionModel(config)
     tower = getattr(module, "vision_model", module)
     tower.post_layernorm = nn.Identity()
     return module, keys.sources(module.state_dict(), keys.IMAGE_RULES, keys.IMAGE_PREFIX)
-
-
-def _channel_attention(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None, **_: object
-) -> tuple[torch.Tensor, None]:
-    """q, k, v: [B, heads, tokens, head size] -> [B, tokens, heads, head size]; softmax over channels, not
-    tokens."""
-    B, H, T, D = q.shape
-    q_BCT, k_BCT, v_BCT = (x.transpose(2, 3).reshape(B, H * D, T) for x in (q, k, v))
-    weights = torch.softmax(q_BCT @ k_BCT.transpose(1, 2) * T**-0.5, dim=-1)
-    return (weights @ v_BCT).transpose(1, 2).reshape(B, T, H, D), None
 
 
 def library(name: str) -> ModuleType:

@@ -25,7 +25,6 @@ from worldkv.models.encoder_keys import LATENT_MEAN, LATENT_STD, not_needed
 from worldkv.models.encoder_sizes import (
     IMAGE_PIXELS,
     Built,
-    ImageAttention,
     VAESizes,
     build_image_encoder,
     build_text_encoder,
@@ -187,12 +186,10 @@ def load_encoders(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    image_attention: ImageAttention = "tokens",
     progress: Callable[[int, int], None] | None = None,
 ) -> WanEncoders:
     """Builds the three encoders at the checkpoint's sizes and fills them; see `load_module` for dtype and
-    progress (which restarts for each encoder), `build_image_encoder` for image_attention (leave it alone
-    except to verify against a recording). Raises CheckpointError, also where diffusers or transformers is
+    progress (which restarts for each encoder). Raises CheckpointError, also where diffusers or transformers is
     missing."""
     sizes = read_sizes(checkpoint)
 
@@ -204,7 +201,7 @@ def load_encoders(
 
     vae = WanVAE(load(build_vae(sizes.vae)), sizes.vae)
     text = TextEncoder(load(build_text_encoder(sizes.text)), sizes.text.vocab_size)
-    image = ImageEncoder(load(build_image_encoder(sizes.image, image_attention)))
+    image = ImageEncoder(load(build_image_encoder(sizes.image)))
     return WanEncoders(vae, text, image)
 
 

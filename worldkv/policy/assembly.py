@@ -21,7 +21,7 @@ from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE
 from worldkv.models.cuda_graphs import GraphedBlocks
 from worldkv.models.dreamzero import DreamZero
 from worldkv.models.dreamzero_config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
-from worldkv.models.encoder_sizes import ImageAttention, read_sizes
+from worldkv.models.encoder_sizes import read_sizes
 from worldkv.models.fused import FusedBlocks, Precision
 from worldkv.models.tick_io import Prompt
 from worldkv.models.tokenizer import Tokenizer, load_tokenizer
@@ -47,7 +47,6 @@ def load_engine(
     steps: Steps = 8,
     cfg_scale: float | None = None,
     window_policy: WindowPolicy = "reset",
-    image_attention: ImageAttention = "tokens",
     tokenizer: Tokenizer | None = None,
     negative_prompt: Prompt | None = None,
     precision: Precision = "model",
@@ -55,8 +54,8 @@ def load_engine(
 ) -> Engine:
     """A running engine for a DreamZero checkpoint folder. Raises CheckpointError with everything that is wrong.
 
-    `cfg_scale` 1 turns guidance off, and one branch runs instead of two; None is the reference's 5. `image_attention`
-    and `negative_prompt` are for verification (see `build_image_encoder`).
+    `cfg_scale` 1 turns guidance off, and one branch runs instead of two; None is the reference's 5. `negative_prompt`
+    is for verification.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
@@ -67,7 +66,7 @@ def load_engine(
         dit = WanDiT(checkpoint.config.dit)
     names = {name: DIT_PREFIX + name for name in dit.state_dict()}
     load_module(checkpoint, dit, names, device=device, dtype=dtype, progress=progress)
-    encoders = load_encoders(checkpoint, device=device, dtype=dtype, image_attention=image_attention, progress=progress)
+    encoders = load_encoders(checkpoint, device=device, dtype=dtype, progress=progress)
     if tokenizer is None:
         tokenizer = load_tokenizer(
             checkpoint.folder, checkpoint.config.dit.text_len, read_sizes(checkpoint).text.vocab_size
