@@ -23,9 +23,9 @@ from websockets.sync.client import connect
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.server.server import PolicyServer, ServerConfig
 
 _PERIOD_S = 1.0  # a robot asks when its chunk is over; in between the page has its time
 

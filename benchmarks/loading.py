@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from worldkv.bench.models import TRUE_SIZES
-from worldkv.bench.structure import write_true_structure
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_engine
+from worldkv.load import load_engine
+from worldkv.models.dreamzero.structure import write_true_structure
 
 _CHUNK = 16 << 20
 

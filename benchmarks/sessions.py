@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.tick_io import TickInputs
-from worldkv.policy.assembly import load_engine
-from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.load import load_engine
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.inputs import TickInputs
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.robots.experiment_cfg import read_embodiment
 
 _TICKS_PER_WINDOW = 4  # so that every session restarts as often in both ways of running
 

@@ -19,12 +19,12 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from worldkv.cli.synthetic import SyntheticArm
 from worldkv.client import PolicyClient
+from worldkv.demo.synthetic import SyntheticArm
 from worldkv.engine.engine import EngineConfig
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.server.server import PolicyServer, ServerConfig
 
 IMAGES = Path(__file__).parent / "img"
 

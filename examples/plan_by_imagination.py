@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.tick_io import TickInputs, TickResult
-from worldkv.policy.assembly import load_engine
-from worldkv.policy.experiment_cfg import read_embodiment
+from worldkv.load import load_engine
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.inputs import TickInputs, TickResult
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.robots.experiment_cfg import read_embodiment
 
 
 def main(argv: Sequence[str] | None = None) -> None:

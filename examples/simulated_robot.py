@@ -27,12 +27,12 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from worldkv.cli.common import spinner
-from worldkv.cli.episode import tile_cameras
-from worldkv.cli.raycast import HEIGHT, WIDTH, Camera
-from worldkv.cli.server_process import ServerProcess
-from worldkv.cli.video import write_video
 from worldkv.client import PolicyClient
+from worldkv.demo.raycast import HEIGHT, WIDTH, Camera
+from worldkv.demo.server_process import ServerProcess
 from worldkv.errors import WorldKVError
+from worldkv.show.episode import tile_cameras
+from worldkv.show.video import write_video
 
 CONTROL_HZ = 15
 HORIZON = 24  # actions in a reply, all of which are executed
@@ -236,7 +236,7 @@ def connect(url: str | None) -> Iterator[PolicyClient]:
             print(f"policy    {url}")
             yield policy
         return
-    from worldkv.models.random_checkpoint import write_random_checkpoint
+    from worldkv.models.dreamzero.random import write_random_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_random_checkpoint(Path(folder) / "checkpoint", action_horizon=HORIZON)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.tick_io import TickInputs
-from worldkv.policy.assembly import load_engine
+from worldkv.load import load_engine
+from worldkv.models.dreamzero.inputs import TickInputs
+from worldkv.models.dreamzero.random import write_random_checkpoint
 
 VIEWS = {"i2v": (16, 24), "ti2v": (16, 48)}  # pixels of a view: 6 and 3 tokens a frame
 

@@ -23,7 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 from worldkv.engine.admission import Capacity
 from worldkv.engine.stats import Stats
 from worldkv.errors import AdmissionRefused, BadRequest, SessionBusy, SessionEnded, SessionNotFound
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import pack, unpack
 
 SECRET = "a secret of the server"

@@ -28,7 +28,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import CloseCode, pack, unpack
 
 

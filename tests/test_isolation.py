@@ -21,8 +21,8 @@ from engines import droid_observation
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.server.server import PolicyServer, ServerConfig
 
 NUM_ROBOTS = 6
 

@@ -224,8 +224,8 @@ class ServerInThisProcess:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> ServerInThisProcess:
-        from worldkv.policy.assembly import load_policy
-        from worldkv.server.policy_server import PolicyServer, ServerConfig
+        from worldkv.load import load_policy
+        from worldkv.server.server import PolicyServer, ServerConfig
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks
@@ -245,7 +245,7 @@ def test_fetch_drives_a_server_over_the_wire(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without("gymnasium_robotics", "mujoco", "torch", "diffusers", "transformers", "uvicorn", "av")
-    from worldkv.cli.video import read_video
+    from worldkv.show.video import read_video
 
     monkeypatch.setattr(simulated_robot, "ServerProcess", ServerInThisProcess)
     assert fetch_sim.main(["--ticks", "2", "--output", str(tmp_path / "run" / "fetch.mp4")]) == 0

@@ -35,8 +35,8 @@ from server_fakes import ask, eventually, http_get, raw_client, receive
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
 from worldkv.errors import ConnectionLost, RemoteError
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import pack
 
 SECONDS = float(os.environ.get("WORLDKV_SOAK_SECONDS", "20"))

@@ -13,8 +13,8 @@ pytest.importorskip("matplotlib")
 
 from worldkv.bench.ticks import flops_of_window, tiled_size
 from worldkv.cli.main import main
-from worldkv.models.dreamzero_config import dreamzero_5b, dreamzero_14b
-from worldkv.models.random_model import random_model
+from worldkv.models.dreamzero.config import dreamzero_5b, dreamzero_14b
+from worldkv.models.dreamzero.true_size import random_model
 
 
 def test_it_measures_each_part_and_leaves_results_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from worldkv.cli.main import main  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
-from worldkv.models.checkpoint import Checkpoint  # noqa: E402
-from worldkv.policy.assembly import checkpoint_embodiment, load_policy  # noqa: E402
-from worldkv.policy.embodiment_file import describe  # noqa: E402
+from worldkv.load import checkpoint_embodiment, load_policy  # noqa: E402
+from worldkv.models.dreamzero.checkpoint import Checkpoint  # noqa: E402
+from worldkv.robots.embodiment_file import describe  # noqa: E402
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from engines import random_checkpoint
 from test_convert import convert
 
-from worldkv.models.checkpoint import Checkpoint
+from worldkv.models.dreamzero.checkpoint import Checkpoint
 
 
 @pytest.fixture

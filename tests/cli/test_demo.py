@@ -22,7 +22,7 @@ pytest.importorskip("av")
 pytest.importorskip("matplotlib")
 
 from worldkv.cli.main import main
-from worldkv.cli.video import read_video
+from worldkv.show.video import read_video
 
 ROOT = Path(__file__).resolve().parents[2]
 

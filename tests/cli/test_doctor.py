@@ -19,8 +19,8 @@ from server_fakes import eventually, http_get
 
 from worldkv.cli.main import main
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.server.server import PolicyServer, ServerConfig
 
 KEY = "a-robots-key"
 

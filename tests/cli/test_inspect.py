@@ -18,8 +18,8 @@ from engines import random_checkpoint
 from safetensors.torch import load_file, save_file
 
 from worldkv.cli.main import main
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.random_checkpoint import write_random_checkpoint
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.random import write_random_checkpoint
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from worldkv.cli.live_table import LiveTable
-from worldkv.cli.records import TickRecord
+from worldkv.show.live_table import LiveTable
+from worldkv.show.records import TickRecord
 
 
 class Terminal(io.StringIO):

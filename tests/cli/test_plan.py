@@ -14,11 +14,11 @@ import torch
 from engines import random_checkpoint
 
 from worldkv.bench.models import TRUE_SIZES
-from worldkv.bench.structure import write_true_structure
 from worldkv.cli.main import main
 from worldkv.cli.plan import make_plan, sizes_of_checkpoint, sizes_of_model
-from worldkv.models.dreamzero_config import dreamzero_14b
-from worldkv.models.random_model import random_model
+from worldkv.models.dreamzero.config import dreamzero_14b
+from worldkv.models.dreamzero.structure import write_true_structure
+from worldkv.models.dreamzero.true_size import random_model
 
 
 @pytest.mark.parametrize("model", ["dreamzero-14b", "dreamzero-5b"])

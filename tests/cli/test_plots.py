@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from worldkv.cli.plots import plot_actions, plot_cache, plot_latency
-from worldkv.cli.records import STAGES, TickRecord
+from worldkv.show.plots import plot_actions, plot_cache, plot_latency
+from worldkv.show.records import STAGES, TickRecord
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -18,7 +18,7 @@ from engines import random_checkpoint
 
 from worldkv.cli.clip import CAMERAS, frame_schedule
 from worldkv.cli.main import main
-from worldkv.cli.video import read_video, write_video
+from worldkv.show.video import read_video, write_video
 
 PNG = b"\x89PNG"
 

@@ -17,9 +17,9 @@ pytest.importorskip("uvicorn")
 from engines import random_checkpoint
 
 from worldkv.cli.main import main
-from worldkv.cli.server_process import ServerProcess
-from worldkv.cli.synthetic import SyntheticArm
 from worldkv.client import PolicyClient
+from worldkv.demo.server_process import ServerProcess
+from worldkv.demo.synthetic import SyntheticArm
 from worldkv.errors import EngineStopped
 
 

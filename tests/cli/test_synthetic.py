@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from worldkv.cli.synthetic import CONTROL_HZ, HOME, JOINT_HIGH, MAX_SPEED, SyntheticArm, _forward_kinematics
-from worldkv.policy.embodiment_file import packaged
+from worldkv.demo.synthetic import CONTROL_HZ, HOME, JOINT_HIGH, MAX_SPEED, SyntheticArm, _forward_kinematics
+from worldkv.robots.embodiment_file import packaged
 
 CAMERAS = ("exterior_image_0_left", "exterior_image_1_left", "wrist_image_left")
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("av")
 
-from worldkv.cli.video import read_video, write_video
+from worldkv.show.video import read_video, write_video
 
 
 def _gradient(num_frames: int = 6, height: int = 48, width: int = 64) -> np.ndarray:

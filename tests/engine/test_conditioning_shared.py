@@ -15,7 +15,7 @@ from engines import make_engine, make_inputs  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.kv.block_table import blocks_for  # noqa: E402
-from worldkv.models.dreamzero import CONDITIONAL, UNCONDITIONAL  # noqa: E402
+from worldkv.models.dreamzero.model import CONDITIONAL, UNCONDITIONAL  # noqa: E402
 
 SESSIONS, PROMPTS, BLOCK = 16, 2, 8
 

@@ -17,7 +17,7 @@ from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine import scheduler  # noqa: E402
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.models.world_model import EncodeRequest  # noqa: E402
+from worldkv.models.base import EncodeRequest  # noqa: E402
 
 
 def record(engine: Engine) -> list[list[Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from worldkv.engine.scheduler import PATIENCE_S, Scheduler
 from worldkv.engine.session import Job
-from worldkv.models.world_model import EncodeRequest, ForwardRequest
+from worldkv.models.base import EncodeRequest, ForwardRequest
 
 
 def forward(num_rows: int = 2, num_tokens: int = 10) -> ForwardRequest:

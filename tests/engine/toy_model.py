@@ -20,7 +20,7 @@ from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import Window, WindowPolicy
-from worldkv.models.world_model import EncodeRequest, ForwardRequest
+from worldkv.models.base import EncodeRequest, ForwardRequest
 
 BRANCHES = ("left", "right")
 CHUNK, DRAFT_TOKENS, TEXT_TOKENS, LAYERS = 3, 2, 5, 2

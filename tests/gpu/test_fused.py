@@ -15,8 +15,8 @@ pytest.importorskip("diffusers")
 from engines import make_engine, make_inputs  # noqa: E402
 
 from worldkv.models import kernels  # noqa: E402
-from worldkv.models.cuda_graphs import GraphedBlocks  # noqa: E402
-from worldkv.models.fused import FusedBlocks  # noqa: E402
+from worldkv.models.wan.fused import FusedBlocks  # noqa: E402
+from worldkv.models.wan.graphs import GraphedBlocks  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from worldkv.attention.backend import load_backend  # noqa: E402
 from worldkv.errors import ConditioningMissing, OutOfBlocks  # noqa: E402
-from worldkv.kv.ar_diffusion import ARDiffusionKVState, BranchHistory  # noqa: E402
 from worldkv.kv.cache import KVCache  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
+from worldkv.models.dreamzero.bridge import ARDiffusionKVState, BranchHistory  # noqa: E402
 
 CHUNK, LAYERS = 6, 2
 HALVES = {"text": 20, "image": 5}

@@ -15,10 +15,10 @@ from engines import make_inputs, random_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from worldkv.errors import CheckpointError  # noqa: E402
-from worldkv.models.checkpoint import Checkpoint  # noqa: E402
-from worldkv.models.checkpoint_folder import DIT_PREFIX  # noqa: E402
-from worldkv.models.wan_encoders import check_all_tensors  # noqa: E402
-from worldkv.policy.assembly import load_engine  # noqa: E402
+from worldkv.load import load_engine  # noqa: E402
+from worldkv.models.dreamzero.checkpoint import Checkpoint  # noqa: E402
+from worldkv.models.dreamzero.folder import DIT_PREFIX  # noqa: E402
+from worldkv.models.wan.encoders import check_all_tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worldkv.errors import CheckpointError
-from worldkv.models.checkpoint import (
+from worldkv.models.dreamzero.checkpoint import (
     Checkpoint,
     TensorSource,
     check_complete,
     dit_tensor_shapes,
     load_module,
 )
-from worldkv.models.checkpoint_folder import DIT_PREFIX
-from worldkv.models.dreamzero_config import dreamzero_5b, dreamzero_14b
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.wan_encoders import check_all_tensors, load_encoders
+from worldkv.models.dreamzero.config import dreamzero_5b, dreamzero_14b
+from worldkv.models.dreamzero.folder import DIT_PREFIX
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.wan.encoders import check_all_tensors, load_encoders
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-00002-of-00003.safetensors"

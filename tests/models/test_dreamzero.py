@@ -19,10 +19,10 @@ from safetensors.torch import load_file  # noqa: E402
 
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
-from worldkv.models.tick_io import Prompt, TickInputs, fill_chunk  # noqa: E402
-from worldkv.models.world_model import batches_of_alike  # noqa: E402
-from worldkv.policy.assembly import load_engine  # noqa: E402
-from worldkv.sampling.step_skipping import Steps  # noqa: E402
+from worldkv.load import load_engine  # noqa: E402
+from worldkv.models.base import batches_of_alike  # noqa: E402
+from worldkv.models.dreamzero.inputs import Prompt, TickInputs, fill_chunk  # noqa: E402
+from worldkv.models.dreamzero.steps import Steps  # noqa: E402
 
 TOLERANCE = 1e-4
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from worldkv.errors import CheckpointError
-from worldkv.models.dreamzero_config import DreamZeroConfig, dreamzero_5b, dreamzero_14b
+from worldkv.models.dreamzero.config import DreamZeroConfig, dreamzero_5b, dreamzero_14b
 
 CONFIG: dict[str, Any] = {
     "action_head_cfg": {

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from worldkv.errors import CheckpointError
-from worldkv.models import encoder_keys, encoder_sizes
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.encoder_sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes, read_sizes
-from worldkv.models.wan_encoders import WanEncoders, WanVAE, frames_to_video, load_encoders
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.wan import names as encoder_keys
+from worldkv.models.wan import sizes as encoder_sizes
+from worldkv.models.wan.encoders import WanEncoders, WanVAE, frames_to_video, load_encoders
+from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes, read_sizes
 
 Golden = dict[str, torch.Tensor]
 

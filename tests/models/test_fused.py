@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 from engines import make_engine, make_inputs  # noqa: E402
 
 from worldkv.models import kernels  # noqa: E402
-from worldkv.models.fused import FusedBlocks  # noqa: E402
+from worldkv.models.wan.fused import FusedBlocks  # noqa: E402
 
 
 def episode(kind: str, precision: Any = None) -> tuple[list[Any], list[Any]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.wan_encoders import check_all_tensors, load_encoders
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.wan.encoders import check_all_tensors, load_encoders
 
 
 @pytest.mark.parametrize("kind", ["i2v", "ti2v"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from worldkv.errors import CheckpointError
-from worldkv.models.tokenizer import ByteTokenizer, clean_prompt, load_tokenizer
+from worldkv.models.wan.tokenizer import ByteTokenizer, clean_prompt, load_tokenizer
 
 
 def write_word_tokenizer(folder: Path) -> None:

@@ -14,8 +14,8 @@ pytest.importorskip("diffusers")
 from engines import make_engine, make_inputs  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.models.rotary import Rotary, rotate, video_angles  # noqa: E402
-from worldkv.models.world_model import ForwardRequest  # noqa: E402
+from worldkv.models.base import ForwardRequest  # noqa: E402
+from worldkv.models.wan.rotary import Rotary, rotate, video_angles  # noqa: E402
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from websockets.exceptions import ConnectionClosed
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import CloseCode, pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

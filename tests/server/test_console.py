@@ -26,8 +26,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.load import load_policy
+from worldkv.server.server import PolicyServer, ServerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 PAGE = Path(__file__).resolve().parents[2] / "worldkv" / "server" / "page"

@@ -27,9 +27,9 @@ from server_fakes import eventually, http_get  # noqa: E402
 
 from worldkv.client import PolicyClient  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
-from worldkv.policy.assembly import load_policy  # noqa: E402
-from worldkv.policy.policy import Policy  # noqa: E402
-from worldkv.server.policy_server import PolicyServer, ServerConfig  # noqa: E402
+from worldkv.load import load_policy  # noqa: E402
+from worldkv.robots.policy import Policy  # noqa: E402
+from worldkv.server.server import PolicyServer, ServerConfig  # noqa: E402
 from worldkv.server.sessions import Entry  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.timeout(180)]

@@ -21,7 +21,7 @@ from server_fakes import (
     told,
 )
 
-from worldkv.server.policy_server import PolicyServer
+from worldkv.server.server import PolicyServer
 from worldkv.wire import pack
 
 

@@ -27,7 +27,7 @@ from server_fakes import (
 )
 from websockets.exceptions import ConnectionClosed
 
-from worldkv.server.policy_server import PolicyServer
+from worldkv.server.server import PolicyServer
 from worldkv.wire import CloseCode, pack
 
 LIMIT = 20_000

@@ -32,7 +32,7 @@ from server_fakes import (
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import CloseCode, pack
 
 
@@ -221,7 +221,7 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, and its port."""
     script = """
         from server_fakes import FakePolicy
-        from worldkv.server.policy_server import PolicyServer, ServerConfig
+        from worldkv.server.server import PolicyServer, ServerConfig
 
         policy = FakePolicy()
         server = PolicyServer(policy, ServerConfig(port=0))

@@ -23,9 +23,9 @@ from worldkv.cli.main import main
 from worldkv.cli.top import sparks
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
+from worldkv.load import load_policy
 from worldkv.server.logs import TICKS, JsonLines
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.server.server import PolicyServer, ServerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DOCS = Path(__file__).resolve().parents[2] / "docs"

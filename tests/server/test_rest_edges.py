@@ -70,8 +70,8 @@ def test_a_snapshot_taken_during_shutdown_is_released():
     from server_fakes import http_get
 
     from worldkv.engine.engine import EngineConfig
-    from worldkv.policy.assembly import load_policy
-    from worldkv.server.policy_server import PolicyServer, ServerConfig
+    from worldkv.load import load_policy
+    from worldkv.server.server import PolicyServer, ServerConfig
 
     policy = load_policy(random_checkpoint("ti2v"), EngineConfig(block_size=16, max_sessions=6))
     server = PolicyServer(policy, ServerConfig(port=0)).start()

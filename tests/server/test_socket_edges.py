@@ -12,7 +12,7 @@ from test_rest import call, observation, serving
 from websockets.sync.client import connect
 
 from worldkv.engine.engine import EngineConfig
-from worldkv.policy.assembly import load_policy
+from worldkv.load import load_policy
 from worldkv.wire import pack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -23,11 +23,11 @@ from server_fakes import eventually
 from test_console import call, observation, serving
 
 from worldkv.cli.main import main
-from worldkv.cli.video import read_video
 from worldkv.client import PolicyClient
-from worldkv.policy.recorder import Recorder
-from worldkv.policy.recording import Recording
-from worldkv.server.policy_server import PolicyServer
+from worldkv.robots.recorder import Recorder
+from worldkv.robots.recording import Recording
+from worldkv.server.server import PolicyServer
+from worldkv.show.video import read_video
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -17,10 +17,10 @@ from typing import Self
 import numpy as np
 import torch
 
+from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
-from worldkv.kv.upload import upload
 
 _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from worldkv.device import upload
 from worldkv.kv.forward import AttentionRow
 from worldkv.kv.storage import KVStorage
-from worldkv.kv.upload import upload
 
 
 @dataclass(frozen=True)

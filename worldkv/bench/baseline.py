@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from worldkv.bench.ticks import TICKS_PER_WINDOW
 from worldkv.bench.timing import Stopwatch
-from worldkv.models.dreamzero_config import DreamZeroConfig
-from worldkv.models.rotary import Rotary, rotate
-from worldkv.models.wan_dit import Block, WanDiT, layer_norm
+from worldkv.models.dreamzero.config import DreamZeroConfig
+from worldkv.models.wan.dit import Block, WanDiT, layer_norm
+from worldkv.models.wan.rotary import Rotary, rotate
 
 
 class PlainRollout:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.models.dreamzero_config import DreamZeroConfig, dreamzero_5b, dreamzero_14b
-from worldkv.models.fused import Precision
-from worldkv.models.random_checkpoint import write_random_checkpoint
-from worldkv.models.random_model import random_model
-from worldkv.policy.assembly import accelerate, load_engine, start_engine
+from worldkv.load import accelerate, load_engine, start_engine
+from worldkv.models.dreamzero.config import DreamZeroConfig, dreamzero_5b, dreamzero_14b
+from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.dreamzero.true_size import random_model
+from worldkv.models.wan.fused import Precision
 
 TRUE_SIZES: dict[str, Callable[[], DreamZeroConfig]] = {"dreamzero-14b": dreamzero_14b, "dreamzero-5b": dreamzero_5b}
 MODELS = (*TRUE_SIZES, "tiny")

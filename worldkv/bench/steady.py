@@ -59,7 +59,7 @@ def measure_steadiness(engine: Engine, num_sessions: int, num_ticks: int = 100) 
 def _made(engine: Engine) -> dict[str, int]:
     """How many kernels were compiled, graphs captured and attention plans built so far."""
     from worldkv.attention import cudnn
-    from worldkv.models import triton_kernels
+    from worldkv.models.wan import kernels_triton as triton_kernels
 
     names = ("_residual_norm", "_rms_norm", "_norm_rotate_write", "_quantise_rows")
     kernels = [getattr(triton_kernels, name) for name in names]

@@ -13,8 +13,8 @@ import numpy as np
 
 from worldkv.bench.timing import Stopwatch
 from worldkv.engine.engine import Engine
-from worldkv.models.dreamzero_config import DreamZeroConfig
-from worldkv.models.tick_io import TickInputs
+from worldkv.models.dreamzero.config import DreamZeroConfig
+from worldkv.models.dreamzero.inputs import TickInputs
 
 TICKS_PER_WINDOW = 4  # histories of 1, 3, 5 and 7 frames
 

@@ -173,7 +173,7 @@ def _baseline(engine: Engine) -> dict[str, Any]:
 def _float8(engine: Engine, ceiling: float) -> dict[str, Any]:
     """The last thing to be measured: the products' own weights are given up."""
     from worldkv.bench.ticks import relative_errors, traced_tick
-    from worldkv.policy.assembly import accelerate
+    from worldkv.load import accelerate
 
     expected = traced_tick(engine)
     accelerate(engine.model._dit, "fp8")
@@ -186,7 +186,7 @@ def _float8(engine: Engine, ceiling: float) -> dict[str, Any]:
 
 def _plot(folder: Path, results: dict[str, Any]) -> None:
     try:
-        from worldkv.cli.bench_plot import plot_bench
+        from worldkv.show.bench_plot import plot_bench
     except ImportError:
         print("no plot: matplotlib is not installed; pip install 'worldkv[plots]'")
         return

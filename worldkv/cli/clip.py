@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from worldkv.cli.common import progress
-from worldkv.cli.episode import Episode, EpisodeTick, tile_cameras
-from worldkv.cli.live_table import LiveTable
-from worldkv.cli.pictures import VIDEO_HZ
-from worldkv.cli.records import TickRecord, record_of_answer
-from worldkv.cli.video import read_video
 from worldkv.client import PolicyClient
-from worldkv.policy.policy import PolicyReply, PolicySession
+from worldkv.robots.policy import PolicyReply, PolicySession
+from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
+from worldkv.show.live_table import LiveTable
+from worldkv.show.pictures import VIDEO_HZ
+from worldkv.show.records import TickRecord, record_of_answer
+from worldkv.show.video import read_video
 
 DEFAULT_PROMPT = "Move the pan forward and use the brush in the middle of the plates to brush the inside of the pan"
 CLIP_HZ = 15

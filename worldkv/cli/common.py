@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from worldkv.policy.policy import Policy
+    from worldkv.robots.policy import Policy
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
 EXIT_CODES = (
     "exit codes: 0 done, 1 a check or the run failed, 2 something given is wrong (one line says what), 130 stopped"
 )
-LISTENING = "listening on "  # begins the line in which `serve` says its address; `server_process` reads the port off it
 
 Step = Callable[[int, int], None]
 
@@ -118,8 +117,8 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     with spinner("starting up"):  # torch and the model libraries take seconds to import
         from worldkv.engine.engine import EngineConfig
-        from worldkv.models.checkpoint import Checkpoint
-        from worldkv.policy.assembly import load_policy
+        from worldkv.load import load_policy
+        from worldkv.models.dreamzero.checkpoint import Checkpoint
 
         config = EngineConfig(
             block_size=arguments.block_size,
@@ -160,8 +159,8 @@ def describe_model(policy: Policy, checkpoint_folder: Path) -> list[str]:
 
 
 def is_random(checkpoint_folder: Path) -> bool:
-    """Whether nobody trained these weights: `worldkv.models.random_checkpoint` wrote them, and says so."""
-    from worldkv.models.checkpoint_folder import describe
+    """Whether nobody trained these weights: `worldkv.models.dreamzero.random` wrote them, and says so."""
+    from worldkv.models.dreamzero.folder import describe
 
     return describe(checkpoint_folder, []).random_weights
 

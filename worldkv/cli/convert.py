@@ -18,13 +18,13 @@ import yaml
 from worldkv import __version__
 from worldkv.cli.common import OK, progress, size_text, spinner
 from worldkv.errors import CheckpointError
-from worldkv.models.checkpoint import Checkpoint, dit_tensor_shapes
-from worldkv.models.checkpoint_folder import DIT_PREFIX, WORLDKV_FILE, read_yaml
-from worldkv.models.converted import compare_shards, plan_shards, write_shards
-from worldkv.models.encoder_keys import IMAGE_PREFIX
-from worldkv.models.tokenizer import find_tokenizer
-from worldkv.policy.assembly import checkpoint_embodiment
-from worldkv.policy.embodiment_file import describe
+from worldkv.load import checkpoint_embodiment
+from worldkv.models.checkpoints.shards import compare_shards, plan_shards, write_shards
+from worldkv.models.dreamzero.checkpoint import Checkpoint, dit_tensor_shapes
+from worldkv.models.dreamzero.folder import DIT_PREFIX, WORLDKV_FILE, read_yaml
+from worldkv.models.wan.names import IMAGE_PREFIX
+from worldkv.models.wan.tokenizer import find_tokenizer
+from worldkv.robots.embodiment_file import describe
 
 _RECORDINGS = ("golden.safetensors", "calls.json", "policy.safetensors")  # what `verify` compares with
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
@@ -37,8 +37,8 @@ _HEADER = """\
 def run(arguments: argparse.Namespace) -> int:
     folder, output = arguments.folder, arguments.output
     with spinner("reading the checkpoint"):
-        from worldkv.models.encoder_sizes import read_sizes
-        from worldkv.models.wan_encoders import check_all_tensors
+        from worldkv.models.wan.encoders import check_all_tensors
+        from worldkv.models.wan.sizes import read_sizes
 
         checkpoint = Checkpoint.open(folder, arguments.base)
         check_all_tensors(checkpoint)

@@ -18,13 +18,13 @@ from types import FrameType
 import numpy as np
 
 from worldkv.cli.common import OK, progress, spinner
-from worldkv.cli.episode import Episode, EpisodeTick, tile_cameras
-from worldkv.cli.live_table import LiveTable
-from worldkv.cli.records import record_of_answer
-from worldkv.cli.server_process import ServerProcess
-from worldkv.cli.synthetic import CONTROL_HZ, SyntheticArm
-from worldkv.cli.video import write_video
 from worldkv.client import PolicyClient
+from worldkv.demo.server_process import ServerProcess
+from worldkv.demo.synthetic import CONTROL_HZ, SyntheticArm
+from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
+from worldkv.show.live_table import LiveTable
+from worldkv.show.records import record_of_answer
+from worldkv.show.video import write_video
 
 _HORIZON = 24  # actions a tick, as DreamZero's
 _BLOCK_SIZE = "16"  # smaller than a frame of the tiny model, so that blocks come and go visibly
@@ -91,9 +91,9 @@ def _go_on(arm: SyntheticArm, robot: PolicyClient) -> None:
 
 def _write_checkpoint(folder: Path) -> int:
     """Returns the frames of a full window."""
-    from worldkv.models.checkpoint_folder import CONFIG_FILE, read_json
-    from worldkv.models.dreamzero_config import DreamZeroConfig
-    from worldkv.models.random_checkpoint import write_random_checkpoint
+    from worldkv.models.dreamzero.config import DreamZeroConfig
+    from worldkv.models.dreamzero.folder import CONFIG_FILE, read_json
+    from worldkv.models.dreamzero.random import write_random_checkpoint
 
     write_random_checkpoint(folder, action_horizon=_HORIZON)
     return DreamZeroConfig.from_json(read_json(folder / CONFIG_FILE)).window_frames

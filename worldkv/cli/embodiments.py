@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 
 from worldkv.cli.common import OK
-from worldkv.policy.embodiment_file import EmbodimentFile, load_embodiment_file, packaged
+from worldkv.robots.embodiment_file import EmbodimentFile, load_embodiment_file, packaged
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name:<12} {file.description}; tags {', '.join(file.tags)}")
         print("\nprint one with `worldkv embodiments NAME`; serve with `worldkv serve --embodiment NAME` or a file")
     elif arguments.name in packaged():
-        path = resources.files("worldkv.policy") / "embodiments" / f"{arguments.name}.yaml"
+        path = resources.files("worldkv.robots") / "embodiments" / f"{arguments.name}.yaml"
         print(path.read_text(encoding="utf-8"), end="")
     else:
         _show(load_embodiment_file(Path(arguments.name)))

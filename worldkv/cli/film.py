@@ -12,10 +12,10 @@ import numpy as np
 
 from worldkv.cli.common import OK, Step, progress
 from worldkv.cli.console_client import console_feed, receive
-from worldkv.cli.pictures import VIDEO_HZ, beside, resized
-from worldkv.cli.video import write_video
 from worldkv.errors import ConnectionLost
-from worldkv.policy.tiling import tile_views
+from worldkv.robots.tiling import tile_views
+from worldkv.show.pictures import VIDEO_HZ, beside, resized
+from worldkv.show.video import write_video
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection

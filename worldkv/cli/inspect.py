@@ -15,8 +15,10 @@ import torch
 
 from worldkv.cli.common import FAILED, OK, size_text, spinner
 from worldkv.errors import CheckpointError
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.checkpoint_folder import (
+from worldkv.load import checkpoint_embodiment
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.config import DreamZeroConfig
+from worldkv.models.dreamzero.folder import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
@@ -26,10 +28,8 @@ from worldkv.models.checkpoint_folder import (
     expect_checkpoint_folder,
     read_headers,
 )
-from worldkv.models.dreamzero import kv_spec
-from worldkv.models.dreamzero_config import DreamZeroConfig
-from worldkv.models.tokenizer import find_tokenizer
-from worldkv.policy.assembly import checkpoint_embodiment
+from worldkv.models.dreamzero.model import kv_spec
+from worldkv.models.wan.tokenizer import find_tokenizer
 
 _PARTS = {
     "action_head.model.": "world model (DiT)",
@@ -190,7 +190,7 @@ def _show_tokenizer(folder: Path) -> None:
 def _check_tensors(folder: Path, base: list[Path]) -> None:
     """Open the folder and compare all tensors with what the model and its encoders need."""
     checkpoint = Checkpoint.open(folder, base)
-    from worldkv.models.wan_encoders import check_all_tensors  # seconds: the model libraries
+    from worldkv.models.wan.encoders import check_all_tensors  # seconds: the model libraries
 
     check_all_tensors(checkpoint)
 

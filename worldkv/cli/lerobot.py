@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from worldkv.cli.recorded import action_names
-from worldkv.cli.video import write_video
-from worldkv.policy.embodiment import Embodiment
-from worldkv.policy.recording import RecordedTick, Recording
+from worldkv.robots.embodiment import Embodiment
+from worldkv.robots.recording import RecordedTick, Recording
+from worldkv.show.video import write_video
 
 _PATHS = {
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from worldkv.cli.common import OK, size_text
 
 if TYPE_CHECKING:
-    from worldkv.models.dreamzero_config import DreamZeroConfig
+    from worldkv.models.dreamzero.config import DreamZeroConfig
 
 _WORKSPACE = 0.08  # of the GPU's memory, kept to work in, as the engine does
 _CONTROL_HZ = 15.0  # a DROID robot executes its chunk at this rate
@@ -68,8 +68,8 @@ class Sizes:
 def sizes_of_model(model: str) -> Sizes:
     """Of a released model's true sizes."""
     from worldkv.bench.models import TRUE_SIZES as MODELS
-    from worldkv.models.checkpoint import dit_tensor_shapes
-    from worldkv.models.random_model import TRUE_SIZES
+    from worldkv.models.dreamzero.checkpoint import dit_tensor_shapes
+    from worldkv.models.dreamzero.true_size import TRUE_SIZES
 
     config = MODELS[model]()
     encoders = _num_bytes(TRUE_SIZES[config.dit.model_type].tensor_shapes())
@@ -79,9 +79,9 @@ def sizes_of_model(model: str) -> Sizes:
 def sizes_of_checkpoint(folder: Path, base: Sequence[Path], embodiment: str | None) -> Sizes:
     """Of a folder, from its headers. Raises CheckpointError."""
     from worldkv.bench.models import TRUE_SIZES as MODELS
-    from worldkv.models.checkpoint import Checkpoint, dit_tensor_shapes
-    from worldkv.models.encoder_sizes import read_sizes
-    from worldkv.policy.assembly import checkpoint_embodiment
+    from worldkv.load import checkpoint_embodiment
+    from worldkv.models.dreamzero.checkpoint import Checkpoint, dit_tensor_shapes
+    from worldkv.models.wan.sizes import read_sizes
 
     checkpoint = Checkpoint.open(folder, base)
     config, robot = checkpoint.config, checkpoint_embodiment(checkpoint, embodiment)
@@ -100,7 +100,7 @@ def make_plan(
     sizes: Sizes, memory_gb: float, precision: str, cfg_scale: float | None, window_policy: str, block_size: int
 ) -> Plan:
     """In bfloat16. `parked` is what a session with a full window takes on the host."""
-    from worldkv.models.dreamzero import kv_spec
+    from worldkv.models.dreamzero.model import kv_spec
 
     config, dit = sizes.config, sizes.dit
     if cfg_scale is not None:

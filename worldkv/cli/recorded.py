@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from worldkv.cli.clip import record_of
-from worldkv.cli.episode import Episode, EpisodeTick
-from worldkv.cli.live_table import LiveTable
-from worldkv.cli.pictures import VIDEO_HZ, resized
-from worldkv.policy.embodiment import Embodiment
-from worldkv.policy.policy import PolicySession
-from worldkv.policy.recording import RecordedTick, Recording
-from worldkv.policy.tiling import tile_views
+from worldkv.robots.embodiment import Embodiment
+from worldkv.robots.policy import PolicySession
+from worldkv.robots.recording import RecordedTick, Recording
+from worldkv.robots.tiling import tile_views
+from worldkv.show.episode import Episode, EpisodeTick
+from worldkv.show.live_table import LiveTable
+from worldkv.show.pictures import VIDEO_HZ, resized
 
 
 @dataclass

@@ -9,12 +9,12 @@ from pathlib import Path
 from worldkv.cli import clip as clips
 from worldkv.cli import recorded
 from worldkv.cli.common import FAILED, OK, describe_model, is_random, load_policy_for, progress
-from worldkv.cli.episode import Episode
 from worldkv.cli.lerobot import check_lerobot, write_lerobot
-from worldkv.cli.live_table import LiveTable
 from worldkv.client import PolicyClient
-from worldkv.policy.policy import Policy
-from worldkv.policy.recording import Recording
+from worldkv.robots.policy import Policy
+from worldkv.robots.recording import Recording
+from worldkv.show.episode import Episode
+from worldkv.show.live_table import LiveTable
 
 
 def run(arguments: argparse.Namespace) -> int:

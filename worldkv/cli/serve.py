@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from worldkv import __version__
-from worldkv.cli.common import LISTENING, OK, describe_model, is_random, load_policy_for
-from worldkv.policy.policy import Policy
-from worldkv.policy.recorder import Recorder
-from worldkv.server.logs import set_up_logging
-from worldkv.server.policy_server import PolicyServer, ServerConfig
+from worldkv.cli.common import OK, describe_model, is_random, load_policy_for
+from worldkv.robots.policy import Policy
+from worldkv.robots.recorder import Recorder
+from worldkv.server.logs import LISTENING, set_up_logging
+from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.server.tracing import TickTracer
 
 

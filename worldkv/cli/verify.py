@@ -18,16 +18,16 @@ from worldkv.cli.common import FAILED, OK, Step, choose_device, progress, spinne
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.engine.session import Session
 from worldkv.errors import CheckpointError
-from worldkv.models.checkpoint import Checkpoint
-from worldkv.models.dreamzero import BRANCHES, CONDITIONAL, UNCONDITIONAL
-from worldkv.models.encoder_keys import LATENT_MEAN, LATENT_STD
-from worldkv.models.encoder_sizes import read_sizes
-from worldkv.models.tick_io import Prompt, TickInputs
-from worldkv.models.tokenizer import ByteTokenizer
-from worldkv.policy.assembly import checkpoint_embodiment, load_engine
-from worldkv.policy.tiling import tile_views
-from worldkv.policy.transforms import absolute_actions, normalise_state, prepare_view
-from worldkv.sampling.step_skipping import FIXED_STEPS, Steps
+from worldkv.load import checkpoint_embodiment, load_engine
+from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.inputs import Prompt, TickInputs
+from worldkv.models.dreamzero.model import BRANCHES, CONDITIONAL, UNCONDITIONAL
+from worldkv.models.dreamzero.steps import FIXED_STEPS, Steps
+from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD
+from worldkv.models.wan.sizes import read_sizes
+from worldkv.models.wan.tokenizer import ByteTokenizer
+from worldkv.robots.tiling import tile_views
+from worldkv.robots.transforms import absolute_actions, normalise_state, prepare_view
 
 _CALLS_FIELDS = ("window_policy", "cfg_scale", "solver_steps", "evaluated_steps", "calls")
 _INPUTS = ("frames", "state", "noise_video", "noise_action")  # recorded to be fed, not to be compared

@@ -25,7 +25,7 @@ from worldkv.engine.stats import BlockMap, Stats
 from worldkv.engine.worker import Worker
 from worldkv.errors import BadRequest, SessionBusy, SessionEnded, SessionNotFound, SnapshotNotFound
 from worldkv.kv.cache import KVCache
-from worldkv.models.world_model import EncodeRequest, ForwardRequest
+from worldkv.models.base import EncodeRequest, ForwardRequest
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from worldkv.engine.admission import Admission
 from worldkv.engine.session import Job, Session
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.cache import KVCache
-from worldkv.kv.parking import park, resume
+from worldkv.kv.transfer import park, resume
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from worldkv.engine.session import Job
-from worldkv.models.world_model import EncodeRequest, ForwardRequest
+from worldkv.models.base import EncodeRequest, ForwardRequest
 
 PATIENCE_S = 2.0  # a request without a deadline, or with a far one, is due this long after it began to wait
 

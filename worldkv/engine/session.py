@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from worldkv.kv.parking import ParkedKV
 from worldkv.kv.state import KVSnapshot, KVState
+from worldkv.kv.transfer import ParkedKV
 
 
 @dataclass(eq=False)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.spec import KVSpec
-from worldkv.kv.upload import upload
 
 
 @dataclass(frozen=True)

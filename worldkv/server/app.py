@@ -22,15 +22,15 @@ from starlette.websockets import WebSocket
 
 from worldkv.errors import WorldKVError
 from worldkv.server.config import ServerConfig
-from worldkv.server.connection import Connection
-from worldkv.server.console import console_routes
+from worldkv.server.console.socket import console_routes
 from worldkv.server.http import BodyLimit, error_response, in_our_words
 from worldkv.server.metrics import CONTENT_TYPE
 from worldkv.server.rest import API_VERSION, router
+from worldkv.server.robots import Connection
 from worldkv.server.service import PolicyService
 
 if TYPE_CHECKING:
-    from worldkv.policy.policy import Policy
+    from worldkv.robots.policy import Policy
 
 _DRAIN_S = 5.0
 

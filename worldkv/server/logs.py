@@ -11,6 +11,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+LISTENING = "listening on "  # begins the line in which `serve` says its address; the demo reads the port off it
 TICKS = "worldkv.ticks"  # the logger of a line per tick: only in JSON, or when asked for
 _OWN = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}
 

@@ -18,13 +18,13 @@ from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
 from worldkv.errors import BadRequest, RequestTimedOut
+from worldkv.robots.schema import RobotContract, robot_contract
+from worldkv.server.console.stream import BOUNDARY, parts, require_encoder
 from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
-from worldkv.server.robot_contract import RobotContract, robot_contract
 from worldkv.server.service import PolicyService
 from worldkv.server.sessions import EndReason, Entry, owned
 from worldkv.server.snapshots import HeldSnapshot
-from worldkv.server.stream import BOUNDARY, parts, require_encoder
 from worldkv.wire import normalise_session_id
 
 API_VERSION = "1"

@@ -22,8 +22,8 @@ from worldkv.server.snapshots import SnapshotTable
 from worldkv.wire import pack
 
 if TYPE_CHECKING:
-    from worldkv.policy.observation import Observation
-    from worldkv.policy.policy import Policy, PolicyReply
+    from worldkv.robots.observation import Observation
+    from worldkv.robots.policy import Policy, PolicyReply
     from worldkv.server.sessions import Entry
     from worldkv.server.tracing import TickTracer
 

@@ -25,12 +25,12 @@ from weakref import WeakValueDictionary
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
 from worldkv.server.config import ServerConfig
-from worldkv.server.history import SessionHistory
+from worldkv.server.console.history import SessionHistory
 from worldkv.server.metrics import Metrics
 from worldkv.wire import InferRequest
 
 if TYPE_CHECKING:
-    from worldkv.policy.policy import Policy, PolicySession, PolicySnapshot
+    from worldkv.robots.policy import Policy, PolicySession, PolicySnapshot
 
 _REMEMBERED_ENDS = 4096
 _SHOWN_ENDS = 50

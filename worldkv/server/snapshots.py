@@ -15,7 +15,7 @@ from worldkv.errors import AdmissionRefused, SnapshotNotFound
 from worldkv.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from worldkv.policy.policy import Policy, PolicySnapshot
+    from worldkv.robots.policy import Policy, PolicySnapshot
 
 logger = logging.getLogger(__name__)
 

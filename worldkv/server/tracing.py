@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worldkv.server.history import TickRow
+    from worldkv.server.console.history import TickRow
 
 STAGES = ("preprocess", "queue", "encode", "commit", "denoise")  # of a tick, in the order in which they happen
 

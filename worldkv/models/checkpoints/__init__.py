@@ -1,0 +1,1 @@
+"""Names, shapes and files of checkpoints; knows no family."""

@@ -1,0 +1,1 @@
+"""The DreamZero family: robots' cameras and actions imagined together."""

@@ -1,0 +1,100 @@
+"""What one DreamZero tick is given and gives, and the checks of what it is given. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from worldkv.device import HostCopy
+from worldkv.errors import BadRequest
+from worldkv.models.dreamzero.config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
+
+Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
+Trace = Callable[[str, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class TickInputs:
+    """What one tick is given. `state` is normalised and zero-padded; `frames` are tiled camera images.
+
+    An imagined tick has no frames: it takes `latents` for observed, or else what the tick before predicted. Noise
+    that is None is drawn from `noise_seed`, or else the model's own, the same at every tick, as the reference does.
+    """
+
+    frames: np.ndarray | None  # uint8 [T, H, W, 3]; T == 1 restarts the window
+    state: np.ndarray  # float64 [1, max_state_dim]
+    token_ids: np.ndarray  # int64 [1, text_len]
+    attention_mask: np.ndarray  # int64 [1, text_len]
+    latents: torch.Tensor | None = None  # [C, F, h, w], in place of frames
+    noise_seed: int | None = None
+    noise_video: torch.Tensor | None = None  # [1, C, F, h, w]
+    noise_action: torch.Tensor | None = None  # [1, horizon, action_dim]
+    trace: Trace | None = None  # called with (quantity, tensor) as the tick goes
+
+
+@dataclass(frozen=True)
+class TickResult:
+    """What one tick gives. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
+
+    action_copy: HostCopy  # perhaps still on its way from the device
+    video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
+    observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
+    restart_reason: str | None
+    start_frame: int  # frame index at which the denoised chunk starts
+    timings: dict[str, float] = field(default_factory=dict)  # milliseconds: queue, encode, commit, denoise, total
+    frames_cached: int = 0
+    blocks_used: int = 0
+    blocks_free: int = 0
+
+    @property
+    def actions(self) -> np.ndarray:
+        """float32 [horizon, action_dim]; waits for the device."""
+        return self.action_copy.numpy()
+
+
+def fill_chunk(frames: np.ndarray, frames_per_chunk: int) -> np.ndarray:
+    """Repeat frames to fill a chunk, and the first once more in front: 4 frames become 9, 3 latent frames."""
+    num_frames, full = frames.shape[0], VAE_TEMPORAL_STRIDE * frames_per_chunk
+    if num_frames == full + 1:
+        return frames
+    frames = np.repeat(frames, full // num_frames, axis=0)
+    return np.concatenate([frames[:1], frames])
+
+
+def check_inputs(config: DreamZeroConfig, inputs: TickInputs, has_prediction: bool) -> None:
+    """Raises BadRequest that names the field. `has_prediction`: whether a tick without frames can be imagined."""
+    dit = config.dit
+    if inputs.frames is not None:
+        _check_frames(config, inputs.frames)
+    elif inputs.latents is not None:
+        expected = (dit.out_dim, config.frames_per_chunk)
+        if inputs.latents.ndim != 4 or tuple(inputs.latents.shape[:2]) != expected:
+            raise BadRequest(f"latents: expected {[*expected]} + [h, w], got {list(inputs.latents.shape)}")
+    elif not has_prediction:
+        raise BadRequest("frames: nothing was predicted yet that could take their place; send the first frames")
+    if inputs.state.shape != (dit.num_states, dit.max_state_dim):
+        raise BadRequest(f"state: expected shape {[dit.num_states, dit.max_state_dim]}, got {list(inputs.state.shape)}")
+    for name in ("token_ids", "attention_mask"):
+        shape = getattr(inputs, name).shape
+        if shape != (1, dit.text_len):
+            raise BadRequest(f"{name}: expected shape [1, {dit.text_len}], got {list(shape)}")
+
+
+def _check_frames(config: DreamZeroConfig, frames: np.ndarray) -> None:
+    dit, full = config.dit, VAE_TEMPORAL_STRIDE * config.frames_per_chunk
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
+        raise BadRequest(f"frames: expected uint8 [T, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+    allowed = [n for n in range(1, full + 1) if n == 1 or (n % VAE_TEMPORAL_STRIDE == 0 and full % n == 0)]
+    if frames.shape[0] not in (*allowed, full + 1):
+        raise BadRequest(f"frames: expected {[*allowed, full + 1]} frames per tick, got {frames.shape[0]}")
+    stride, (_, patch_h, patch_w) = dit.pixel_stride, dit.patch_size
+    height = config.target_video_height or frames.shape[1]
+    width = config.target_video_width or frames.shape[2]
+    num_tokens = (height // (stride * patch_h)) * (width // (stride * patch_w))
+    if num_tokens != dit.frame_tokens:
+        raise BadRequest(
+            f"frames: {height}x{width} pixels make {num_tokens} tokens a frame, this model has {dit.frame_tokens}"
+        )

@@ -1,0 +1,1 @@
+"""Solvers of flow matching, shared by families."""

@@ -1,0 +1,1 @@
+"""What the families built on Wan share: blocks, encoders, kernels."""

@@ -1,0 +1,255 @@
+"""The frozen encoders around the DiT: Wan's VAE, the UMT5 text encoder, the CLIP image tower.
+
+The networks are diffusers' and transformers'; what is here is what DreamZero feeds them and takes from them.
+The encoders hold weights only: the state of a video stream is an object that its caller keeps, so any number
+of sessions can share one encoder from any number of threads. They know nothing of windows, prompts' wording
+or camera tiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from worldkv.device import upload
+from worldkv.models.dreamzero.checkpoint import Checkpoint, check_complete, dit_tensor_shapes, load_module
+from worldkv.models.dreamzero.config import VAE_TEMPORAL_STRIDE
+from worldkv.models.dreamzero.folder import DIT_PREFIX
+from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, not_needed
+from worldkv.models.wan.sizes import (
+    IMAGE_PIXELS,
+    Built,
+    VAESizes,
+    build_image_encoder,
+    build_text_encoder,
+    build_vae,
+    read_sizes,
+)
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass
+class VAEStream:
+    """How far one video has been encoded or decoded: the tail of every causal convolution's input.
+
+    A stream belongs to one direction and one video. Its tensors are replaced, never written to, so `copy` is
+    a snapshot that costs no tensor memory.
+    """
+
+    num_latent_frames: int = 0
+    _tails: list[Any] = field(default_factory=list, repr=False)  # tensors, None or diffusers' marker "Rep"
+
+    def copy(self) -> VAEStream:
+        return VAEStream(self.num_latent_frames, list(self._tails))
+
+
+class WanVAE:
+    """Videos of shape [B, 3, T, H, W] in [-1, 1] to normalised latents [B, C, 1 + (T - 1) / 4, H / s, W / s]
+    and back; s is `pixel_stride`, 8 (Wan 2.1) or 16 (Wan 2.2)."""
+
+    def __init__(self, module: nn.Module, sizes: VAESizes) -> None:
+        self.module: Any = module  # its parts are called one by one, which nn.Module's types do not allow
+        self.sizes = sizes
+        self.pixel_stride = sizes.pixel_stride
+        weight = module.get_parameter("quant_conv.weight")
+        self._mean = torch.tensor(LATENT_MEAN[sizes.z_dim], device=weight.device).view(1, -1, 1, 1, 1)
+        self._std = torch.tensor(LATENT_STD[sizes.z_dim], device=weight.device).view(1, -1, 1, 1, 1)
+
+    def encode(self, video: torch.Tensor) -> torch.Tensor:
+        """The whole video, T one more than a multiple of 4. Latents are the posterior's mean, normalised."""
+        return self.encode_stream(self.new_encode_state(), video)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Normalised latents [B, C, F, h, w] to video [B, 3, 1 + 4 (F - 1), H, W], clamped to [-1, 1]."""
+        return self.decode_stream(self.new_decode_state(), latents)
+
+    def new_encode_state(self) -> VAEStream:
+        return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("encoder")))
+
+    def new_decode_state(self) -> VAEStream:
+        return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("decoder")))
+
+    @torch.no_grad()
+    def encode_stream(self, state: VAEStream, video: torch.Tensor) -> torch.Tensor:
+        """Encodes the next frames of a video: 1 + 4 n at its start, 4 n later; advances `state`.
+
+        The pieces' latents joined in time equal those of the joined video. Raises ValueError for another
+        number of frames or a size that is no multiple of `pixel_stride`; on any error `state` is as it was.
+        """
+        first = state.num_latent_frames == 0
+        self._check_video(video, first)
+        weight = self.module.get_parameter("quant_conv.weight")
+        x = _fold_pixels(video.to(weight.device, weight.dtype), self.sizes.pixel_patch)
+        tails, latents = list(state._tails), []
+        # the first frame stands alone, then 4 frames make one latent frame
+        groups = [1] * first + [VAE_TEMPORAL_STRIDE] * (x.shape[2] // VAE_TEMPORAL_STRIDE)
+        for group in torch.split(x, groups, dim=2):
+            moments = self.module.encoder(group, feat_cache=tails, feat_idx=[0])
+            latents.append(self.module.quant_conv(moments)[:, : self.sizes.z_dim])
+        mu = torch.cat(latents, dim=2)
+        state._tails, state.num_latent_frames = tails, state.num_latent_frames + len(latents)
+        return ((mu.float() - self._mean) / self._std).to(weight.dtype)
+
+    @torch.no_grad()
+    def decode_stream(self, state: VAEStream, latents: torch.Tensor) -> torch.Tensor:
+        """Decodes the next latent frames of a video: the very first gives 1 frame, each other 4; advances
+        `state`.
+
+        The pieces joined equal the decoded whole. Raises ValueError for other channels; on any error `state`
+        is as it was.
+        """
+        if latents.dim() != 5 or latents.shape[1] != self.sizes.z_dim or latents.shape[2] == 0:
+            raise ValueError(f"latents must be [B, {self.sizes.z_dim}, F, h, w], got {list(latents.shape)}")
+        weight = self.module.get_parameter("quant_conv.weight")
+        z = (latents.to(weight.device).float() * self._std + self._mean).to(weight.dtype)
+        tails, frames = list(state._tails), []
+        for index, frame in enumerate(torch.split(z, 1, dim=2)):
+            first = state.num_latent_frames + index == 0
+            x = self.module.post_quant_conv(frame)
+            frames.append(self.module.decoder(x, feat_cache=tails, feat_idx=[0], first_chunk=first))
+        video = _unfold_pixels(torch.cat(frames, dim=2), self.sizes.pixel_patch).clamp(-1.0, 1.0)
+        state._tails, state.num_latent_frames = tails, state.num_latent_frames + len(frames)
+        return video
+
+    def _check_video(self, video: torch.Tensor, first: bool) -> None:
+        stride = self.pixel_stride
+        if video.dim() != 5 or video.shape[1] != 3 or video.shape[3] % stride or video.shape[4] % stride:
+            raise ValueError(
+                f"video must be [B, 3, T, H, W] with H and W multiples of {stride}, got {list(video.shape)}"
+            )
+        if video.shape[2] % VAE_TEMPORAL_STRIDE != first or video.shape[2] == 0:
+            wanted = "one more than a multiple of 4" if first else "a positive multiple of 4"
+            raise ValueError(f"the number of frames must be {wanted}, got {video.shape[2]}")
+
+
+class TextEncoder:
+    """Token ids [B, L] to embeddings [B, L, text_dim]."""
+
+    def __init__(self, module: nn.Module, vocab_size: int) -> None:
+        self.module = module
+        self.vocab_size = vocab_size
+
+    @torch.no_grad()
+    def encode(self, token_ids: np.ndarray | torch.Tensor, attention_mask: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """token_ids, attention_mask: integers [B, L]. Positions whose mask is 0 are zero in the result, row
+        by row. Raises ValueError for unequal shapes or an id outside the vocabulary."""
+        ids, mask = torch.as_tensor(token_ids), torch.as_tensor(attention_mask)
+        if ids.dim() != 2 or ids.shape != mask.shape:
+            raise ValueError(f"token_ids {list(ids.shape)} and attention_mask {list(mask.shape)} must both be [B, L]")
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise ValueError(f"token_ids must lie in [0, {self.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
+        device = self.module.get_parameter("shared.weight").device
+        ids, mask = upload(ids, device), upload(mask, device)
+        hidden: torch.Tensor = self.module(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden.masked_fill(mask[..., None] == 0, 0.0)
+
+
+class ImageEncoder:
+    """Images [B, 3, H, W] in [-1, 1] to features [B, 257, width]: a class token, then 16 x 16 patches."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        device = next(module.parameters()).device
+        self._mean, self._std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (_CLIP_MEAN, _CLIP_STD))
+
+    @torch.no_grad()
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        """The whole image squashed to 224 x 224; features of the last but one layer, no final norm.
+        Raises ValueError for another shape."""
+        if image.dim() != 4 or image.shape[1] != 3:
+            raise ValueError(f"image must be [B, 3, H, W], got {list(image.shape)}")
+        weight = next(self.module.parameters())
+        pixels = image.to(weight.device, torch.float32)
+        pixels = F.interpolate(pixels, size=(IMAGE_PIXELS, IMAGE_PIXELS), mode="bicubic", align_corners=False)
+        pixels = ((pixels * 0.5 + 0.5) - self._mean) / self._std
+        features: torch.Tensor = self.module(pixel_values=pixels.to(weight.dtype)).last_hidden_state
+        return features
+
+
+@dataclass(frozen=True)
+class WanEncoders:
+    vae: WanVAE
+    text: TextEncoder
+    image: ImageEncoder
+
+
+def load_encoders(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> WanEncoders:
+    """Builds the three encoders at the checkpoint's sizes and fills them; see `load_module` for dtype and
+    progress (which restarts for each encoder). Raises CheckpointError, also where diffusers or transformers is
+    missing."""
+    sizes = read_sizes(checkpoint)
+
+    def load(built: Built) -> nn.Module:
+        module, names = built
+        place_position_ids(module, device)
+        load_module(checkpoint, module, names, device=device, dtype=dtype, progress=progress)
+        return module
+
+    vae = WanVAE(load(build_vae(sizes.vae)), sizes.vae)
+    text = TextEncoder(load(build_text_encoder(sizes.text)), sizes.text.vocab_size)
+    image = ImageEncoder(load(build_image_encoder(sizes.image)))
+    return WanEncoders(vae, text, image)
+
+
+def check_all_tensors(checkpoint: Checkpoint) -> None:
+    """Checks names and shapes of the whole checkpoint, DiT and encoders together, without reading a tensor.
+    Raises one CheckpointError that lists what is missing, unexpected or of another shape."""
+    sizes = read_sizes(checkpoint)
+    dit = {DIT_PREFIX + name: shape for name, shape in dit_tensor_shapes(checkpoint.config.dit).items()}
+    check_complete(checkpoint, dit | sizes.tensor_shapes(), not_needed(sizes.image.num_layers))
+
+
+def frames_to_video(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """uint8 frames [T, H, W, 3] to a float32 video [1, 3, T, H, W] in [-1, 1]: x / 255, then (x - 0.5) /
+    0.5."""
+    pixels = torch.as_tensor(frames)
+    if pixels.dtype != torch.uint8 or pixels.dim() != 4 or pixels.shape[3] != 3:
+        raise ValueError(f"frames must be uint8 [T, H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
+    return ((pixels.permute(3, 0, 1, 2)[None].float() / 255) - 0.5) / 0.5
+
+
+def place_position_ids(module: nn.Module, device: torch.device | str) -> None:
+    """Buffers that a checkpoint does not hold stay behind on the meta device; the image tower's are 0, 1, 2,
+    ..."""
+    for name, buffer in list(module.named_buffers()):
+        path, _, leaf = name.rpartition(".")
+        if leaf == "position_ids":
+            module.get_submodule(path)._buffers[leaf] = torch.arange(buffer.shape[-1], device=device)[None]
+
+
+def _num_convolutions(part: nn.Module) -> int:
+    """An upper bound of how many tails the part's causal convolutions keep."""
+    return sum(isinstance(module, nn.Conv3d) for module in part.modules())
+
+
+def _fold_pixels(video: torch.Tensor, patch: int) -> torch.Tensor:
+    """[B, 3, T, H, W] -> [B, 3 patch^2, T, H / patch, W / patch]; a channel's pixels ordered by column, then
+    row."""
+    if patch == 1:
+        return video
+    B, C, T, H, W = video.shape
+    x = video.reshape(B, C, T, H // patch, patch, W // patch, patch).permute(0, 1, 6, 4, 2, 3, 5)
+    return x.reshape(B, C * patch * patch, T, H // patch, W // patch)
+
+
+def _unfold_pixels(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """The inverse of `_fold_pixels`."""
+    if patch == 1:
+        return x
+    B, C, T, H, W = x.shape
+    video = x.reshape(B, C // (patch * patch), patch, patch, T, H, W).permute(0, 1, 4, 5, 3, 6, 2)
+    return video.reshape(B, C // (patch * patch), T, H * patch, W * patch)

@@ -1,0 +1,128 @@
+"""What lies between a block's matrix products, each in one pass over memory: Triton on a GPU, plain torch elsewhere.
+
+The plain versions define the meaning; the Triton ones are tested against them. Arithmetic is float32 inside, rounded
+once where a tensor is stored. Letters: T tokens, D model width, H heads, U distinct timesteps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_TRITON: Any = None
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Rows in float8_e4m3fn and what each is to be multiplied by, float32 [T, 1]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
+class NormTable:
+    """Scale and shift of a norm's output. Per timestep: [U, D] views of one table; else one weight and bias [D]."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+    per_level: bool
+
+
+def residual_norm(
+    x_TD: torch.Tensor,
+    level_T: torch.Tensor,
+    eps: float,
+    *,
+    delta_TD: torch.Tensor | None = None,
+    gate_UD: torch.Tensor | None = None,
+    table: NormTable | None = None,
+    quantise: bool = False,
+) -> Any:
+    """x += delta * gate[level], in place; then, with a table, layer norm times (1 + scale[level]) plus shift[level].
+
+    A table that is not per level is an ordinary affine: times scale. Returns the normed rows in x's dtype, or
+    Quantised; None without a table.
+    """
+    if x_TD.is_cuda:
+        return _triton().residual_norm(x_TD, level_T, eps, delta_TD, gate_UD, table, quantise)
+    if delta_TD is not None:
+        x_TD += delta_TD if gate_UD is None else (delta_TD.float() * gate_UD[level_T].float()).to(x_TD.dtype)
+    if table is None:
+        return None
+    normed = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=eps)
+    if table.per_level:
+        normed = normed * (1 + table.scale[level_T].float()) + table.shift[level_T].float()
+    else:
+        normed = normed * table.scale.float() + table.shift.float()
+    return _quantise(normed) if quantise else normed.to(x_TD.dtype)
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the full width."""
+    if x_TD.is_cuda:
+        normed: torch.Tensor = _triton().rms_norm(x_TD, weight_D, eps)
+        return normed
+    wide = x_TD.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_D.float()).to(x_TD.dtype)
+
+
+def norm_rotate_write(
+    qkv_T3D: torch.Tensor,
+    weight_q_D: torch.Tensor,
+    weight_k_D: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    write_slots: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """q [T, H, head_dim], normed over the full width and rotated; k likewise and v go to their slots of the cache.
+
+    `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `k_slots`: [slots, H, head_dim].
+    """
+    if qkv_T3D.is_cuda:
+        out: torch.Tensor = _triton().norm_rotate_write(
+            qkv_T3D, weight_q_D, weight_k_D, cos, sin, k_slots, v_slots, write_slots, eps
+        )
+        return out
+    q, k, v = qkv_T3D.chunk(3, dim=-1)
+    heads = (q.shape[0], *k_slots.shape[1:])
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+        even, odd = wide.view(*heads[:2], -1, 2).unbind(-1)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+    k_slots[write_slots] = rotated(k, weight_k_D).to(k_slots.dtype)
+    v_slots[write_slots] = v.reshape(heads).to(v_slots.dtype)
+    return rotated(q, weight_q_D).to(qkv_T3D.dtype)
+
+
+def quantise_rows(x_TD: torch.Tensor, *, gelu: bool = False) -> Quantised:
+    """Rows in float8, each scaled by its largest magnitude; of gelu(x), tanh kind, if asked for."""
+    if x_TD.is_cuda:
+        quantised: Quantised = _triton().quantise_rows(x_TD, gelu)
+        return quantised
+    return _quantise(F.gelu(x_TD.float(), approximate="tanh") if gelu else x_TD.float())
+
+
+def _quantise(wide_TD: torch.Tensor) -> Quantised:
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = wide_TD.abs().amax(-1, keepdim=True).clamp(min=1e-12) / largest
+    return Quantised((wide_TD / scales).clamp(-largest, largest).to(torch.float8_e4m3fn), scales)
+
+
+def _triton() -> Any:
+    """The kernels' module, imported where there is a GPU to run them."""
+    global _TRITON
+    if _TRITON is None:
+        import worldkv.models.wan.kernels_triton
+
+        _TRITON = worldkv.models.wan.kernels_triton
+    return _TRITON

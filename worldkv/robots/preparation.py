@@ -1,0 +1,160 @@
+"""From an observation and what its session remembers to a tick's inputs; from its result to robot actions.
+
+Keeps nothing of a session itself: `Memory` goes in, the next `Memory` comes out, and the session decides
+whether the tick succeeded. Does not know threads or the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from worldkv.errors import BadRequest, WorldKVError
+from worldkv.models.dreamzero.inputs import TickInputs
+from worldkv.robots.embodiment import Embodiment
+from worldkv.robots.observation import Observation, read_observation
+from worldkv.robots.tiling import tile_views
+from worldkv.robots.transforms import (
+    absolute_actions,
+    format_prompt,
+    normalise_state,
+    prepare_view,
+)
+from worldkv.robots.warnings import contract_warnings
+
+
+class Tokenizer(Protocol):
+    """Text to (token ids, attention mask), integers [1, text_len] each."""
+
+    def encode(self, text: str) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An instruction and its tokens, int64 [1, text_len] each."""
+
+    text: str
+    token_ids: np.ndarray
+    attention_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a session remembers between ticks. Replaced whole when a tick has succeeded, never changed.
+
+    `views`: per camera the newest frames, uint8 [1..frames_per_tick, h, w, 3]; none before the first tick.
+    `warned`: subjects of the warnings already given.
+    """
+
+    views: tuple[np.ndarray, ...] = ()
+    prompt: Prompt | None = None
+    warned: frozenset[str] = frozenset()
+    state: Mapping[str, np.ndarray] | None = None  # the newest, raw
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An observation, ready for the engine. `memory`: the session's, should the tick succeed."""
+
+    inputs: TickInputs
+    state: Mapping[str, np.ndarray]
+    warnings: tuple[str, ...]
+    memory: Memory
+
+
+class Preparation:
+    """The part of a policy that computes. Thread-safe."""
+
+    def __init__(self, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
+        self.embodiment = embodiment
+        self._tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
+
+    def read(self, raw: Mapping[str, Any]) -> Observation:
+        """`raw`: by the embodiment's field names. Raises BadRequest."""
+        return read_observation(raw, self.embodiment)
+
+    def prepare(self, observation: Observation, memory: Memory) -> Prepared:
+        views = self._extended_views(observation, memory.views)
+        warnings = {**observation.warnings, **contract_warnings(observation, memory.views, views, self.embodiment)}
+        prompt = memory.prompt
+        if prompt is None or prompt.text != observation.prompt:
+            prompt = self._encode(observation.prompt)
+        inputs = TickInputs(
+            frames=self._tick_frames(views, first=not memory.views),
+            state=normalise_state(observation.state, self.embodiment),
+            token_ids=prompt.token_ids,
+            attention_mask=prompt.attention_mask,
+        )
+        return Prepared(
+            inputs=inputs,
+            state=observation.state,
+            warnings=tuple(text for subject, text in warnings.items() if subject not in memory.warned),
+            memory=Memory(views, prompt, memory.warned | warnings.keys(), observation.state),
+        )
+
+    def imagine(self, memory: Memory, noise_seed: int | None) -> Prepared:
+        """A tick that takes what the last one predicted for observed. Raises BadRequest where nothing was observed."""
+        if memory.prompt is None or memory.state is None:
+            raise BadRequest("imagine: nothing was observed yet; send the first frames")
+        inputs = TickInputs(
+            frames=None,
+            state=normalise_state(memory.state, self.embodiment),
+            token_ids=memory.prompt.token_ids,
+            attention_mask=memory.prompt.attention_mask,
+            noise_seed=noise_seed,
+        )
+        return Prepared(inputs=inputs, state=memory.state, warnings=(), memory=memory)
+
+    def robot_actions(self, actions: np.ndarray, state: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Normalised [horizon, >= action_dim] to absolute float32 [horizon, action_dim], finite.
+
+        Raises WorldKVError instead of returning a number that a robot must not be given.
+        """
+        with np.errstate(over="ignore"):
+            absolute = absolute_actions(actions, state, self.embodiment).astype(np.float32)
+        if not np.isfinite(absolute).all():
+            raise WorldKVError("the model returned actions that are not finite; none is sent to the robot")
+        return absolute
+
+    def synthetic_observation(self, num_frames: int) -> dict[str, Any]:
+        """Grey cameras and a state from the middle of the training data, for warming up."""
+        observation: dict[str, Any] = {"prompt": "warm up"}
+        for camera in self.embodiment.cameras:
+            shape = (num_frames, camera.height, camera.width, 3)
+            observation[camera.field] = np.full(shape, 127, np.uint8)
+        for quantity in self.embodiment.state:
+            zeros = np.zeros(quantity.dim)
+            low, high = quantity.allowed or quantity.training_range or (zeros, zeros)
+            observation[quantity.field] = zeros + (low + high) / 2
+        return observation
+
+    def _extended_views(self, observation: Observation, views: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        """`views` and the new frames, the newest `frames_per_tick` of each; a missing camera is black."""
+        shape = (observation.num_frames, self.embodiment.view_height, self.embodiment.view_width, 3)
+        extended = []
+        for index, camera in enumerate(self.embodiment.cameras):
+            frames = observation.frames[camera.name]
+            view = np.zeros(shape, np.uint8) if frames is None else prepare_view(frames, self.embodiment)
+            known = [views[index]] if views else []
+            extended.append(np.concatenate([*known, view])[-self.embodiment.frames_per_tick :])
+        return tuple(extended)
+
+    def _tick_frames(self, views: tuple[np.ndarray, ...], *, first: bool) -> np.ndarray:
+        """The tiled sequence of one tick: uint8 [1, H, W, 3] at first, then [frames_per_tick, H, W, 3]."""
+        if first:
+            return tile_views([view[-1:] for view in views], self.embodiment.layout)
+        missing = self.embodiment.frames_per_tick - len(views[0])
+        padded = [np.concatenate([np.repeat(view[:1], missing, axis=0), view]) for view in views]
+        return tile_views(padded, self.embodiment.layout)
+
+    def _encode(self, text: str) -> Prompt:
+        with self._tokenizer_lock:  # fast tokenizers do not bear concurrent calls that set padding
+            ids, mask = self._tokenizer.encode(format_prompt(text, self.embodiment.prompt_template))
+        token_ids, attention_mask = np.asarray(ids, np.int64), np.asarray(mask, np.int64)
+        assert token_ids.shape == attention_mask.shape == (1, self.embodiment.text_len), token_ids.shape
+        return Prompt(text, token_ids, attention_mask)

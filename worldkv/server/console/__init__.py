@@ -1,0 +1,1 @@
+"""The console: a page for people and the socket that feeds it."""

@@ -1,0 +1,193 @@
+"""What the console's page is told: plain values, made when somebody looks and never otherwise."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worldkv import __version__
+from worldkv.robots.schema import robot_contract
+from worldkv.server.sessions import Entry
+
+if TYPE_CHECKING:
+    from worldkv.engine.stats import BlockMap
+    from worldkv.server.console.history import Latest, TickRow
+    from worldkv.server.service import PolicyService
+    from worldkv.server.snapshots import HeldSnapshot
+
+_SPARKLINE = 40  # ticks
+_MAX_WIDTH = 320  # pixels of an imagined frame that is sent
+FREE, CONDITIONING, SNAPSHOT, OTHERS, FIRST_SESSION = range(5)  # what the map's cells are; sessions follow
+
+
+def hello(service: PolicyService) -> dict[str, Any]:
+    """What does not change while the server runs."""
+    engine, robot = service.policy.engine, service.policy.embodiment
+    storage, config = engine.cache.storage, engine.model.config
+    return {
+        "type": "hello",
+        "version": __version__,
+        "model": f"{config.dit.model_type}, {config.dit.num_layers} layers, width {config.dit.dim}",
+        "device": str(storage.device),
+        "dtype": str(storage.dtype).removeprefix("torch."),
+        "attention": engine.cache.backend.name,
+        "branches": list(engine.cache.spec.branches),
+        "window_frames": config.window_frames,
+        "block_size": storage.block_size,
+        "random_weights": service.policy.random_weights,
+        "weight_bytes": engine.model.num_weight_bytes,
+        "records": service.policy.recorder is not None,
+        "keys": service.config.api_key is not None,
+        "robot": {
+            **robot_contract(robot).model_dump(),
+            "layout": robot.layout,
+            "camera_size": [robot.cameras[0].height, robot.cameras[0].width],
+            "actions": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.actions],
+        },
+    }
+
+
+def overview(service: PolicyService, owner: str, blocks: BlockMap) -> dict[str, Any]:
+    """The page's first view, for one key: its own sessions by name, those of others as blocks."""
+    engine = service.policy.engine
+    stats, capacity = engine.stats(), engine.capacity()
+    mine = service.sessions.of(owner)
+    errors = service.metrics.error_counts()
+    return {
+        "type": "overview",
+        "now": time.time(),
+        "sessions": [_session(service, entry) for entry in mine],
+        "num_other_sessions": stats.num_sessions - len(mine),
+        "snapshots": [_snapshot(held) for held in service.snapshots.of(owner)],
+        "ended": [
+            {"id": end.public_id, "why": end.text, "at": end.at, "ticks": end.num_ticks}
+            for end in service.sessions.recent_ends
+            if end.owner == owner
+        ],
+        "blocks": _cells(blocks, [entry.session_id for entry in mine]),
+        "memory": {
+            "bytes_per_block": capacity.bytes_per_block,
+            "used": capacity.num_used,
+            "charged": capacity.num_charged,
+            "total": capacity.num_blocks,
+            "parked_bytes": stats.bytes_parked,
+        },
+        "more_sessions": capacity.num_more_sessions,
+        "num_parked": stats.num_parked,
+        "in_flight": stats.num_ticks_in_flight,
+        "forwards": sum(stats.rows_per_forward.values()),
+        "rows": sum(rows * count for rows, count in stats.rows_per_forward.items()),
+        "refused": errors.get("admission_refused", 0),
+        "errors": errors,
+    }
+
+
+def detail(entry: Entry, chunk_s: float) -> dict[str, Any]:
+    """Of one session that is looked at."""
+    history, latest = entry.history, entry.history.latest
+    return {
+        "type": "detail",
+        "id": entry.public_id,
+        "tick": history.num_ticks - 1,
+        "parent": history.parent,
+        "connections": len(entry.connections),
+        "ticks": [_row(row, chunk_s) for row in history.ticks],
+        "events": [{"at": event.at, "text": event.text} for event in history.events],
+        **({} if latest is None else _latest(latest)),
+    }
+
+
+def frames(entry: Entry, robot_cameras: Sequence[str]) -> bytes | None:
+    """The cameras' newest frames as one binary message; None where there are none."""
+    latest = entry.history.latest
+    if latest is None or latest.observation is None:
+        return None
+    seen = {name: latest.observation.frames.get(name) for name in robot_cameras}
+    images = {name: np.ascontiguousarray(stack[-1]) for name, stack in seen.items() if stack is not None}
+    header = {
+        "type": "observed",
+        "id": entry.public_id,
+        "tick": latest.row.number,
+        "images": [{"name": name, "shape": image.shape} for name, image in images.items()],
+    }
+    return packed(header, *images.values())
+
+
+def imagined(public_id: str, latest: Latest) -> bytes:
+    """The imagined video as one binary message, no wider than _MAX_WIDTH. Runs the decoder: not for the event loop."""
+    video = latest.reply.decode_video()
+    stride = -(-video.shape[2] // _MAX_WIDTH)
+    small = np.ascontiguousarray(video[:, ::stride, ::stride])
+    return packed({"type": "imagined", "id": public_id, "tick": latest.row.number, "shape": small.shape}, small)
+
+
+def packed(header: Mapping[str, Any], *arrays: np.ndarray) -> bytes:
+    """Header length (4 bytes, little-endian), header (JSON), the arrays' bytes one after the other."""
+    text = json.dumps(header).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)])
+
+
+def _session(service: PolicyService, entry: Entry) -> dict[str, Any]:
+    history, robot = entry.history, service.policy.embodiment
+    rows = list(history.ticks)[-_SPARKLINE:]
+    last = rows[-1].timings["total"] / 1e3 if rows else None
+    said = entry.session.describe()
+    return {
+        "id": entry.public_id,
+        "parent": history.parent,
+        "ticks": history.num_ticks,
+        "latency_ms": [round(row.timings["total"], 1) for row in rows],
+        "margin_s": None if last is None else robot.action_horizon / robot.fps - last,
+        "idle_s": max(0.0, time.time() - rows[-1].at) if rows else None,
+        "connections": len(entry.connections),
+        "named": entry.named,
+        **said,
+    }
+
+
+def _snapshot(held: HeldSnapshot) -> dict[str, Any]:
+    frames = held.policy_snapshot.engine_snapshot.num_chunks
+    return {"id": held.snapshot_id, "session": held.session_id, "frames": frames}
+
+
+def _row(row: TickRow, chunk_s: float) -> dict[str, Any]:
+    timings = {stage: round(value, 2) for stage, value in row.timings.items()}
+    return {
+        "tick": row.number,
+        "at": row.at,
+        "timings": timings,
+        "restart": row.restart_reason,
+        "frames": row.frames_cached,
+        "imagined": row.imagined,
+        "margin_s": round(chunk_s - row.timings["total"] / 1e3, 3),
+    }
+
+
+def _latest(latest: Latest) -> dict[str, Any]:
+    observation = latest.observation
+    said: dict[str, Any] = {"actions": [[round(float(v), 5) for v in row] for row in latest.reply.actions]}
+    if observation is not None:
+        said["prompt"] = observation.prompt
+        said["state"] = {key: [round(float(v), 5) for v in value] for key, value in observation.state.items()}
+    return said
+
+
+def _cells(blocks: BlockMap, mine: Sequence[str]) -> dict[str, Any]:
+    """One byte a block each: whose, which branch, whether shared; as base64."""
+    owner, branch, shared = (np.zeros(blocks.num_blocks, np.uint8) for _ in range(3))
+    owner[blocks.conditioning] = CONDITIONING
+    owner[blocks.snapshots] = SNAPSHOT
+    index = {name: FIRST_SESSION + min(number, 250) for number, name in enumerate(mine)}
+    for name, branches in blocks.sessions.items():
+        for number, held in enumerate(branches.values()):
+            owner[held] = index.get(name, OTHERS)
+            branch[held] = number
+    shared[blocks.shared] = 1
+    arrays = {"owner": owner, "branch": branch, "shared": shared}
+    return {"num": blocks.num_blocks, **{k: base64.b64encode(v.tobytes()).decode() for k, v in arrays.items()}}

@@ -1,0 +1,70 @@
+"""A session's frames as a stream that any browser or player shows: multipart JPEG, newest cameras, tick by tick."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from worldkv.errors import BadRequest
+from worldkv.server.sessions import Entry
+
+if TYPE_CHECKING:
+    from worldkv.server.console.history import Latest
+    from worldkv.server.service import PolicyService
+
+BOUNDARY = "frame"
+_POLL_S = 0.1
+
+
+def require_encoder() -> None:
+    """Raises BadRequest where the server has no PyAV."""
+    try:
+        import av  # noqa: F401
+    except ImportError as error:
+        raise BadRequest("stream: the server needs PyAV for it: pip install 'worldkv[video]'") from error
+
+
+async def parts(service: PolicyService, entry: Entry) -> AsyncIterator[bytes]:
+    """A JPEG for every tick that is answered from now on, until the session ends or the viewer leaves."""
+    names = [camera.name for camera in service.policy.embodiment.cameras]
+    shown = -1
+    entry.history.looked_at()
+    try:
+        while not service.draining and service.sessions.is_open(entry):
+            latest = entry.history.latest
+            if latest is None or latest.row.number == shown or latest.observation is None:
+                await asyncio.sleep(_POLL_S)
+                continue
+            shown = latest.row.number
+            picture = await service.in_thread(jpeg_of, latest, names)
+            head = f"--{BOUNDARY}\r\ncontent-type: image/jpeg\r\ncontent-length: {len(picture)}\r\n\r\n"
+            yield head.encode() + picture + b"\r\n"
+    finally:
+        entry.history.left()
+
+
+def jpeg_of(latest: Latest, names: list[str]) -> bytes:
+    """The cameras' newest frames side by side."""
+    assert latest.observation is not None
+    stacks = [latest.observation.frames.get(name) for name in names]
+    images = [stack[-1] for stack in stacks if stack is not None]
+    tallest = max(image.shape[0] for image in images)
+    padded = [np.pad(image, ((0, tallest - image.shape[0]), (0, 0), (0, 0))) for image in images]
+    return jpeg(np.concatenate(padded, axis=1))
+
+
+def jpeg(image: np.ndarray) -> bytes:
+    """uint8 [H, W, 3], RGB; an odd side loses its last row or column."""
+    import av
+
+    height, width = (side - side % 2 for side in image.shape[:2])
+    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image[:height, :width]), format="rgb24")
+    encoder = av.CodecContext.create("mjpeg", "w")
+    encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuvj420p"
+    encoder.time_base = Fraction(1, 25)
+    packets = [*encoder.encode(frame.reformat(format="yuvj420p")), *encoder.encode(None)]
+    return b"".join(bytes(packet) for packet in packets)

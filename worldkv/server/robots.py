@@ -1,0 +1,228 @@
+"""The life of one websocket: greet, then request and reply, until an error or either side ends it.
+
+While a request is served the socket is still read, so a client that leaves is noticed at once and pings are
+answered. A second request sent meanwhile waits its turn. Nothing is cancelled when a client leaves: a private
+session is closed, which ends its tick; the tick of a named one runs to its end, for the client may come back.
+
+Does not know how sessions are kept (`sessions`), nor what a policy computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
+from worldkv.server.http import owner_of
+from worldkv.server.service import PolicyService
+from worldkv.server.sessions import owned
+from worldkv.wire import (
+    RESET_REPLY,
+    CloseCode,
+    InferRequest,
+    ResetRequest,
+    close_code,
+    error_text,
+    infer_reply,
+    pack,
+    parse_request,
+    unpack,
+)
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import PolicyReply
+
+logger = logging.getLogger(__name__)
+
+
+class Connection:
+    """One websocket, served by `run`."""
+
+    def __init__(self, websocket: WebSocket, service: PolicyService) -> None:
+        self._websocket = websocket
+        self._service = service
+        self._private_id = f"connection-{uuid.uuid4().hex}"
+        self._owner = ""
+        self._current_id = self._private_id  # the session of the last request
+        self._incoming: asyncio.Task[Any] | None = None  # the next message, asked for ahead of its turn
+        self._work: asyncio.Task[bytes | str] | None = None
+        self._label = "unknown"  # the dialect of the last request
+        self._previous_total_ms: float | None = None
+        self._serving = False
+        self._gone = False
+
+    async def run(self) -> None:
+        """Until the socket is closed and the last tick is over."""
+        with self._service.metrics.connections.track_inprogress():
+            try:
+                await self._converse()
+            except WebSocketDisconnect:
+                if self._serving:
+                    self._count("abandoned")
+            except Exception as error:
+                await self._refuse(error)
+            finally:
+                self._gone = True
+                self._service.forget_connection(self)
+                await self._service.sessions.detach(self)
+        await self._finish()
+
+    async def _converse(self) -> None:
+        await self._websocket.accept()
+        self._authorise()
+        await self._websocket.send_bytes(self._service.greeting)
+        while (message := await self._next_message()) is not None:
+            await self._serve(message)
+        await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
+
+    def _authorise(self) -> None:
+        """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
+        self._owner = owner_of(self._websocket, self._service)
+        self._private_id = self._current_id = owned(self._private_id, self._owner)
+        self._service.count_connection(self._owner, self)
+
+    async def _next_message(self) -> bytes | str | None:
+        """Of any size that the web server lets through; None: the server shuts down."""
+        incoming, closing = self._incoming or self._ask_for_message(), self._service.closing
+        await asyncio.wait({incoming, closing}, return_when=asyncio.FIRST_COMPLETED)
+        if closing.done():
+            return None
+        self._incoming = None
+        _raise_if_gone(incoming)
+        message: dict[str, Any] = incoming.result()
+        data: bytes | str | None = message.get("bytes")
+        return message["text"] if data is None else data
+
+    def _ask_for_message(self) -> asyncio.Task[Any]:
+        self._incoming = asyncio.create_task(self._websocket.receive())
+        return self._incoming
+
+    async def _serve(self, message: bytes | str) -> None:
+        """One request and its reply."""
+        start = time.perf_counter()
+        self._serving, self._label = True, "unknown"
+        request = parse_request(unpack(message, max_bytes=self._service.config.max_message_bytes))
+        self._label = request.dialect.value
+        work = self._infer(request) if isinstance(request, InferRequest) else self._reset(request)
+        reply = await self._attend(work)
+        if isinstance(reply, str):
+            await self._websocket.send_text(reply)
+        else:
+            await self._websocket.send_bytes(reply)
+        self._serving = False
+        self._previous_total_ms = (time.perf_counter() - start) * 1e3
+        self._count("ok")
+
+    async def _attend(self, coroutine: Coroutine[Any, Any, bytes | str]) -> bytes | str:
+        """The reply that `coroutine` makes. Raises WebSocketDisconnect as soon as the client is gone."""
+        loop = asyncio.get_running_loop()
+        limit = self._service.config.request_timeout_s
+        deadline = loop.time() + limit
+        self._work = work = asyncio.create_task(coroutine)
+        while not work.done():
+            incoming = self._incoming or self._ask_for_message()
+            _raise_if_gone(incoming)
+            waiting = {work} if incoming.done() else {work, incoming}
+            left = deadline - loop.time()
+            done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise RequestTimedOut(f"no answer within {limit:g} s; the tick may still be running")
+        self._work = None
+        return work.result()
+
+    async def _infer(self, request: InferRequest) -> bytes:
+        received = time.perf_counter()
+        await self._service.until_ready()
+        if self._gone:  # while it waited
+            raise WebSocketDisconnect(1005)
+        observation = await asyncio.wrap_future(self._service.policy.read(request.observation))
+        self._current_id = self._session_key(request.session_id) or self._private_id
+        async with self._service.sessions.use(self._current_id, self, request, self._owner) as entry:
+            if self._gone:  # while it was being opened
+                raise WebSocketDisconnect(1005)
+            future = asyncio.wrap_future(entry.session.infer(observation))
+            entry.has_history = True
+            try:
+                reply = await future
+            except asyncio.CancelledError:
+                if not future.cancelled():
+                    raise  # we were, at a shutdown that does not wait
+                raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
+        self._service.ticked(entry, reply, observation)
+        timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
+        details = await asyncio.to_thread(_details, reply) if request.details else None
+        return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))
+
+    def _server_timing(self, reply: PolicyReply, infer_ms: float) -> dict[str, float]:
+        stages = {f"{stage}_ms": float(ms) for stage, ms in reply.timings.items() if stage != "total"}
+        previous = self._previous_total_ms
+        return {"infer_ms": infer_ms, **stages, **({} if previous is None else {"prev_total_ms": previous})}
+
+    async def _reset(self, request: ResetRequest) -> str:
+        await self._service.sessions.reset(self._session_key(request.session_id) or self._current_id)
+        return RESET_REPLY
+
+    def _session_key(self, session_id: str | None) -> str | None:
+        return None if session_id is None else owned(session_id, self._owner)
+
+    async def _refuse(self, error: Exception) -> None:
+        """Tell the client: a text with an id that finds the traceback in the log, then a close code."""
+        code = error.code if isinstance(error, WorldKVError) else WorldKVError.code
+        close, error_id = close_code(code), uuid.uuid4().hex[:8]
+        self._service.metrics.errors.labels(code).inc()
+        if self._serving:
+            self._count("error")
+        level = logging.ERROR if close is CloseCode.INTERNAL else logging.WARNING
+        fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
+        logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+            await self._websocket.send_text(error_text(error, error_id))
+        await self._close(close, f"{code} [error {error_id}]")
+
+    def _count(self, outcome: str) -> None:
+        self._service.metrics.requests.labels(self._label, outcome).inc()
+
+    async def _close(self, code: CloseCode, reason: str) -> None:
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client was faster
+            await self._websocket.close(code, reason)
+
+    async def _finish(self) -> None:
+        """Wait for what still runs on behalf of this connection."""
+        if self._incoming is not None:
+            self._incoming.cancel()
+        if self._work is not None:
+            await asyncio.wait({self._work})
+            if not self._work.cancelled() and (error := self._work.exception()) is not None:
+                logger.info("a request that nobody waited for failed: %s", error)
+            await self._service.sessions.detach(self)  # from a session that was being opened
+
+    def _peer(self) -> str:
+        client = self._websocket.client
+        return f"{client.host}:{client.port}" if client else "a client"
+
+
+def _details(reply: PolicyReply) -> dict[str, Any]:
+    """What a robot does not need but people look at: the imagined frames and how full the cache is."""
+    result = reply.result
+    return {
+        "predicted_video": reply.decode_video(),
+        "cache": {
+            "frames_cached": result.frames_cached,
+            "blocks_used": result.blocks_used,
+            "blocks_free": result.blocks_free,
+            "start_frame": result.start_frame,
+            "restart_reason": result.restart_reason,
+        },
+    }
+
+
+def _raise_if_gone(incoming: asyncio.Task[Any]) -> None:
+    if incoming.done() and incoming.result()["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(incoming.result().get("code") or 1005)

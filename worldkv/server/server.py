@@ -1,0 +1,183 @@
+"""`PolicyServer`: one policy, one port, robots on websockets; `worldkv.wire` says what is spoken.
+
+Robots that never say when an episode ends
+------------------------------------------
+openpi, PolaRiS and sim-eval clients keep one socket over many episodes and send no reset. An episode begins
+
+- with another prompt: always. A session that belongs to its connection forgets its frames with it; one with a
+  `session_id` restarts as the model does, which keeps the robot's last frames;
+- after a pause: with `ServerConfig.episode_gap_s`, a session that was silent for longer starts afresh;
+- on request: a request with the key `reset: true` does.
+
+A new connection without a `session_id`, a new `session_id` and RoboArena's `endpoint: reset` do so as well.
+
+When a request fails
+--------------------
+Its client gets one text with a reason and an id that finds the traceback in the server's log, then a close
+code (`worldkv.wire.CloseCode`). Its session is as it was before the request, and so is everybody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import uvicorn
+
+from worldkv.server.app import create_app
+from worldkv.server.config import ServerConfig
+from worldkv.server.service import PolicyService
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import Policy
+    from worldkv.server.tracing import TickTracer
+
+__all__ = ["PolicyServer", "ServerConfig", "create_app"]
+
+_DRAIN_S = 30.0  # for the ticks in flight at shutdown
+_FAREWELL_S = 5.0
+_PING_INTERVAL_S = 20.0
+_PING_TIMEOUT_S = 60.0  # a pong waits behind an upload on a slow link
+_POLL_S = 0.1
+_BACKLOG = 128
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyServer:
+    """Serves `policy`, which the caller keeps owning, until told to stop. Runs once.
+
+    `run` blocks and ends on SIGINT or SIGTERM; `start` and `stop`, or `with`, run it on a thread.
+    """
+
+    def __init__(self, policy: Policy, config: ServerConfig | None = None) -> None:
+        self.config = config or ServerConfig()
+        app = create_app(policy, self.config)
+        self._service: PolicyService = app.state.service
+        self._uvicorn = _Uvicorn(_uvicorn_config(app, self.config), self._service)
+        self._socket: socket.socket | None = None
+        self._port = self.config.port
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once `listen`, `start` or `run` was called; useful with port 0."""
+        if self._socket is None:
+            raise ValueError("port: not listening yet; call listen() or start() first")
+        return self._port
+
+    def trace_with(self, tracer: TickTracer) -> None:
+        """Have every tick traced; the tracer is closed with the server."""
+        self._service.tracer = tracer
+
+    def listen(self) -> int:
+        """Take the port: from now on clients wait instead of being refused. Raises OSError if it is taken."""
+        if self._socket is None:
+            self._socket = _listening_socket(self.config.host, self.config.port)
+            self._port = int(self._socket.getsockname()[1])
+        return self._port
+
+    def run(self) -> None:
+        """Serve until a signal or `stop`. Raises OSError if the port is taken, and what warm-up raised."""
+        self.listen()
+        assert self._socket is not None
+        logger.info("listening on %s port %d", self.config.host, self.port)
+        with self._socket:
+            self._uvicorn.run(sockets=[self._socket])
+        if self._service.warm_up_error is not None:
+            raise self._service.warm_up_error
+
+    def start(self) -> Self:
+        """Serve on a thread. Raises OSError if the port is taken."""
+        self.listen()
+        self._thread = threading.Thread(target=self._run_logged, name="worldkv-server", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Let the ticks in flight end, close every socket with 1001, and wait for all that. Safe twice."""
+        self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _run_logged(self) -> None:
+        try:
+            self.run()
+        except Exception:
+            logger.exception("the server has ended")
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, which would end its sockets with 1012 in the middle of a tick, and itself by its signal."""
+
+    def __init__(self, config: uvicorn.Config, service: PolicyService) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.warm_up_error is not None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        drain = asyncio.create_task(self._service.drain(_DRAIN_S))
+        while not drain.done() and not self.force_exit:
+            await asyncio.wait({drain}, timeout=_POLL_S)
+        if self.force_exit:  # told twice: end the ticks in flight instead of waiting for them
+            drain.cancel()
+            drain = asyncio.create_task(self._service.drain(0.0))
+            await asyncio.wait({drain}, timeout=_FAREWELL_S)
+            self.force_exit = False  # or uvicorn would leave its tasks pending
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving, and do not raise them again: the caller has to clean up."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        host=config.host,
+        http="h11",
+        ws="websockets-sansio",
+        ws_max_size=2 * config.max_message_bytes,  # up to there we answer ourselves; beyond, close code 1009
+        ws_ping_interval=_PING_INTERVAL_S,
+        ws_ping_timeout=_PING_TIMEOUT_S,
+        ws_per_message_deflate=False,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=int(_FAREWELL_S),
+    )
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error
