@@ -1,6 +1,6 @@
 """A simulated Fetch arm drives a worldkv server over the wire: three rendered cameras, absolute joint positions.
 
-    pip install -e '.[all,sim]'
+    pip install -e ./client -e '.[all,sim]'
     python examples/fetch_sim.py [--ticks 6] [--url ws://HOST:PORT] [--output fetch_sim.mp4] [--seed 0]
 
 Without --url a server is started on a tiny checkpoint of random weights, which has learned nothing: the arm's motions

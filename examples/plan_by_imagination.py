@@ -59,7 +59,7 @@ def plan(engine: Engine, observation: TickInputs, num_futures: int, depth: int) 
     for _ in range(depth):
         pending = [engine.submit(f, replace(dream, noise_seed=i)) for i, f in enumerate(futures)]
         for rollout, future in zip(rollouts, pending, strict=True):
-            rollout.append(future.result())
+            rollout.append(future.result().result)
     report(engine, f"each has dreamt {depth} ticks, {num_futures} at a time")
 
     scores = [score(rollout) for rollout in rollouts]
@@ -72,10 +72,9 @@ def plan(engine: Engine, observation: TickInputs, num_futures: int, depth: int) 
         if i != best:
             engine.close(future, "another future was chosen")
     engine.close(session, "continued in its best future")
-    engine.warm_up()
     print()
     report(engine, "all others are closed")
-    result = engine.submit(futures[best], replace(dream, noise_seed=best)).result()
+    result = engine.submit(futures[best], replace(dream, noise_seed=best)).result().result
     print(f"the chosen future goes on at frame {result.start_frame}: actions {result.actions.shape}")
 
 
@@ -86,10 +85,11 @@ def score(rollout: list[TickResult]) -> float:
 
 
 def report(engine: Engine, what: str) -> None:
-    stats, shared = engine.stats(), engine.cache.conditioning
+    num_shared = engine.inspect(lambda core: len(core.cache.conditioning))  # once all before it is done
+    stats = engine.stats()
     print(
         f"{what:<34} {stats.blocks_used:>4} blocks in use, {stats.blocks_shared:>2} of them shared by histories, "
-        f"{stats.blocks_copied:>3} copied so far; {len(shared)} conditioning entries for {stats.num_sessions} sessions"
+        f"{stats.blocks_copied:>3} copied so far; {num_shared} conditioning entries for {stats.num_sessions} sessions"
     )
 
 

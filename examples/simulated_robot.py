@@ -26,12 +26,12 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from worldkv.cli.common import spinner
 from worldkv.client import PolicyClient
 from worldkv.demo.raycast import HEIGHT, WIDTH, Camera
 from worldkv.demo.server_process import ServerProcess
 from worldkv.errors import WorldKVError
 from worldkv.show.episode import tile_cameras
+from worldkv.show.terminal import spinner
 from worldkv.show.video import write_video
 
 CONTROL_HZ = 15

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from worldkv.engine.engine import Engine, EngineConfig
+from worldkv.engine.engine import Engine, EngineConfig, SessionHandle
+from worldkv.engine.session import Session
 from worldkv.load import load_engine
 from worldkv.models.dreamzero.inputs import TickInputs
 from worldkv.models.dreamzero.random import write_random_checkpoint
@@ -66,3 +67,13 @@ def droid_observation(
         "observation/gripper_position": rng.uniform(0, 1, 1),
         "prompt": prompt,
     }
+
+
+def inside(engine: Engine[Any, Any, Any], handle: SessionHandle) -> Session:
+    """The core's own session. Look at it while the engine rests."""
+    return engine.inspect(lambda core: core.sessions[handle])
+
+
+def rest(engine: Engine[Any, Any, Any]) -> None:
+    """Everything asked for so far has been done."""
+    engine.inspect(lambda core: None)

@@ -41,17 +41,11 @@ EXTERIOR_0, EXTERIOR_1, WRIST = (
 
 
 @dataclass(frozen=True)
-class FakeResult:
-    restart_reason: str | None = None
-    frames_cached: int = 1
-
-
-@dataclass(frozen=True)
 class FakeReply:
     actions: np.ndarray
     timings: dict[str, float]
     warnings: tuple[str, ...]
-    result: FakeResult = FakeResult()
+    facts: Mapping[str, Any] = field(default_factory=lambda: {"restart_reason": None, "frames_cached": 1})
 
 
 @dataclass(frozen=True)
@@ -98,10 +92,8 @@ class FakePolicy:
         if warm:
             self.may_warm_up.set()
 
-    def read(self, observation: Mapping[str, Any]) -> Future[Mapping[str, Any]]:
-        future: Future[Mapping[str, Any]] = Future()
-        future.set_result(observation)
-        return future
+    def read(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
+        return observation
 
     def open_session(self, session_id: str | None = None) -> FakePolicySession:
         assert session_id not in self.live, "opened twice"
@@ -182,17 +174,23 @@ class FakePolicySession:
         black = ("observation/exterior_image_1_left is missing: the model sees a black view",)
         return FakeReply(actions, timings, black if second is None and self.num_ticks == 1 else ())
 
-    def reset(self) -> None:
+    def reset(self) -> Future[None]:
         self._end_tick("was reset")
         self.num_resets += 1
         self.num_ticks = 0
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str) -> Future[None]:
         self._end_tick(f"was closed: {reason}")
         if not self.is_closed:
             self.is_closed = True
             self.policy.closed.append((self.session_id, reason))
             del self.policy.live[self.session_id]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def _end_tick(self, how: str) -> None:
         with self.lock:

@@ -1,13 +1,11 @@
-"""The robot's side, against our server and against servers that misbehave."""
+"""The robot's side against our server. client/tests has what needs no server of ours."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,36 +20,17 @@ from server_fakes import (
     serving,
     told,
 )
-from websockets.http11 import Request, Response
-from websockets.server import ServerProtocol
-from websockets.sync.server import ServerConnection, serve
 
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
 from worldkv.server.server import PolicyServer, ServerConfig
-from worldkv.wire import CloseCode, pack, unpack
+from worldkv.wire import CloseCode
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PolicyServer]:
     with serving(FakePolicy(capacity=1000)) as server:
         yield server
-
-
-@contextlib.contextmanager
-def misbehaving(handler: Callable[[ServerConnection], None], **options: Any) -> Iterator[int]:
-    """A websocket server that greets and then does what `handler` does; its port."""
-
-    def greet(ws: ServerConnection) -> None:
-        ws.send(pack(METADATA))
-        handler(ws)
-
-    with serve(greet, "127.0.0.1", 0, compression=None, **options) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.socket.getsockname()[1]
-        server.shutdown()
-        thread.join()
 
 
 def test_roboarena_s_dialect_end_to_end(server: PolicyServer) -> None:
@@ -138,77 +117,6 @@ def test_a_timeout_while_the_tick_still_runs_is_busy_not_wrong() -> None:
         with pytest.raises(RemoteError, match="session_busy") as refused:
             client.infer(roboarena_observation())
         assert refused.value.close_code == CloseCode.SESSION_BUSY
-
-
-def test_a_reply_to_another_request_is_refused() -> None:
-    def answer_the_one_before(ws: ServerConnection) -> None:
-        for message in ws:
-            request = unpack(message, max_bytes=1 << 20)
-            ws.send(pack({"actions": np.zeros((24, 8)), "sequence": request["sequence"] - 1}))
-
-    with (
-        misbehaving(answer_the_one_before) as port,
-        PolicyClient(port=port, dialect="openpi") as client,
-        pytest.raises(ConnectionLost, match="it answers request -1, not 0"),
-    ):
-        client.infer(openpi_observation())
-
-
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [(b"\xc1", "expected one msgpack value"), (pack(None), "expected actions, got NoneType"), (pack([]), "got list")],
-)
-def test_a_reply_that_holds_no_actions_is_refused(reply: bytes, reason: str) -> None:
-    def answer(ws: ServerConnection) -> None:
-        for _ in ws:
-            ws.send(reply)
-
-    with (
-        misbehaving(answer) as port,
-        PolicyClient(port=port) as client,
-        pytest.raises(ConnectionLost, match=f"sent a reply that cannot be used: .*{reason}"),
-    ):
-        client.infer(roboarena_observation())
-
-
-def test_a_connection_closed_instead_of_a_reply_is_lost_and_not_asked_again() -> None:
-    requests = []
-
-    def take_one_and_leave(ws: ServerConnection) -> None:
-        requests.append(ws.recv())
-
-    with (
-        misbehaving(take_one_and_leave) as port,
-        PolicyClient(port=port) as client,
-        pytest.raises(ConnectionLost, match="closed the connection before a reply"),
-    ):
-        client.infer(roboarena_observation())
-    assert len(requests) == 1, "the tick may have run: only the caller can know whether to repeat it"
-
-
-def test_a_server_that_stops_reading_cannot_hold_the_client() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=greet_and_read_no_more, args=(listener,))
-        thread.start()
-        client = PolicyClient(port=listener.getsockname()[1], timeout=0.5)
-        start = time.monotonic()
-        with pytest.raises(ConnectionLost, match="did not take the request"):
-            client.infer({"image": np.zeros(40_000_000, np.uint8)})
-        assert 0.4 < time.monotonic() - start < 5
-        thread.join()
-
-
-def greet_and_read_no_more(listener: socket.socket) -> None:
-    connection, _ = listener.accept()
-    with connection:
-        protocol = ServerProtocol()
-        while not (events := list(protocol.events_received())):
-            protocol.receive_data(connection.recv(4096))
-        protocol.send_response(protocol.accept(events[0]))  # type: ignore[arg-type]
-        protocol.send_binary(pack(METADATA))
-        for data in protocol.data_to_send():
-            connection.sendall(data)
-        time.sleep(1.0)
 
 
 def test_an_interrupted_call_closes_the_socket() -> None:
@@ -312,52 +220,3 @@ def test_a_server_that_is_not_up_yet_is_waited_for_with_progress() -> None:
     assert len(waits) >= 3
     assert [seconds for seconds, _ in waits] == sorted(seconds for seconds, _ in waits)
     assert "refused" in waits[0][1]
-
-
-def test_a_server_that_never_comes_is_given_up() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(
-        ConnectionLost, match=rf"no policy server answers at ws://127.0.0.1:{port} .*check host and port"
-    ):
-        PolicyClient(port=port, connect_wait=0.2).infer(roboarena_observation())
-
-
-def test_a_port_where_something_else_listens_is_given_up_at_once() -> None:
-    def not_found(ws: ServerConnection, request: Request) -> Response:
-        return ws.respond(404, "this is another service")
-
-    with misbehaving(lambda ws: None, process_request=not_found) as port:
-        start = time.monotonic()
-        with pytest.raises(ConnectionLost, match="HTTP 404"):
-            PolicyClient(port=port, connect_wait=30).infer(roboarena_observation())
-        assert time.monotonic() - start < 5, "waiting longer would not help"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"dialect": "klingon"}, "dialect: expected one of openpi, roboarena"),
-        ({"dialect": "openpi", "session_id": "a"}, "session_id: expected None"),
-        ({"session_id": ""}, "session_id: expected 1 to 256"),
-        ({"timeout": 0}, "timeout and connect_wait: expected"),
-        ({"connect_wait": -1}, "timeout and connect_wait: expected"),
-    ],
-)
-def test_a_client_that_could_never_work_is_refused(arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        PolicyClient(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("host", "port", "uri"),
-    [
-        ("127.0.0.1", 8000, "ws://127.0.0.1:8000"),
-        ("::1", 8000, "ws://[::1]:8000"),
-        ("[::1]", 8000, "ws://[::1]:8000"),
-        ("wss://robots.example.org", None, "wss://robots.example.org"),
-        ("ws://robots.example.org", 81, "ws://robots.example.org:81"),
-    ],
-)
-def test_hosts_become_uris(host: str, port: int | None, uri: str) -> None:
-    assert PolicyClient(host, port).uri == uri

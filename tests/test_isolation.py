@@ -40,7 +40,7 @@ def serving(folder: Path, batch_invariant: bool) -> Iterator[PolicyServer]:
     finally:
         policy.close()
         policy.engine.shutdown()
-        policy.engine.cache.pool.check()
+        policy.engine.core.cache.pool.check()
 
 
 def observation(robot: int, tick: int) -> dict[str, object]:

@@ -229,8 +229,8 @@ def serving() -> Iterator[PolicyServer]:
     finally:
         policy.close()
         policy.engine.shutdown()
-        policy.engine.cache.pool.check()
-        assert policy.engine.cache.pool.num_used == 0
+        policy.engine.core.cache.pool.check()
+        assert policy.engine.core.cache.pool.num_used == 0
 
 
 def resident_mib() -> float:

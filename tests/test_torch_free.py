@@ -23,7 +23,7 @@ class Forbid:
 sys.meta_path.insert(0, Forbid())
 """
 
-MODULES = ["worldkv", "worldkv.errors", "worldkv.wire", "worldkv.client", "worldkv.server.config"]
+MODULES = ["worldkv", "worldkv.errors", "worldkv.wire", "worldkv.client", "worldkv.broker", "worldkv.server.config"]
 MODULES += [
     f"worldkv.{part}.{path.stem}"
     for part in ("kv", "engine")

@@ -37,24 +37,3 @@ class HostCopy:
             self._event.synchronize()
         array: np.ndarray = self._tensor.numpy()
         return array
-
-
-class Pacer:
-    """Keeps one batch on the device behind the one that runs, and no more.
-
-    The host prepares the next batch meanwhile, so the device never waits; and whoever joins waits for one forward, not
-    for all that a host that runs ahead could have queued.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._on_gpu = torch.device(device).type == "cuda"
-        self._newest: torch.cuda.Event | None = None
-
-    def batch_queued(self) -> None:
-        """Wait for the batch before the one that was just queued."""
-        if not self._on_gpu:
-            return
-        older, self._newest = self._newest, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._newest.record()
-        if older is not None:
-            older.synchronize()

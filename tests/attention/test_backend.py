@@ -11,7 +11,7 @@ import torch
 from worldkv.attention import backend as backends
 from worldkv.attention.backend import BACKENDS, ByShape, choose_backend, load_backend, self_check
 from worldkv.attention.reference import ReferenceBackend
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import Window

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from worldkv.attention.paged import PagedPlan  # noqa: E402
 from worldkv.kv.block_table import blocks_for  # noqa: E402
-from worldkv.kv.forward import AttentionRow  # noqa: E402
+from worldkv.kv.row import AttentionRow  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
 from worldkv.kv.window import Window  # noqa: E402
@@ -22,7 +24,7 @@ ROWS = st.lists(st.tuples(st.sampled_from([5, 12]), st.integers(1, 600)), min_si
 
 
 class Plan(PagedPlan):
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def launch(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         return q_THD
 
 
@@ -54,3 +56,11 @@ def test_sixty_four_row_counts_are_seven_shapes() -> None:
     classes = {plan_for([(5, 40)] * count)[0].shape_class for count in range(1, 65)}
     assert {shape[0] for shape in classes} == {1, 2, 4, 8, 16, 32, 64}
     assert len(classes) <= 14
+
+
+def test_rows_that_write_and_rows_that_only_read_do_not_share_a_plan() -> None:
+    plan, rows = plan_for([(5, 40), (5, 40)])
+    writing = replace(rows[0], write_slots=np.arange(5))
+    assert Plan(plan.storage, [writing]).write_slots is not None
+    with pytest.raises(AssertionError, match="do not share a plan"):
+        Plan(plan.storage, [writing, rows[1]])

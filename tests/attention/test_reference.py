@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from worldkv.attention.backend import BACKENDS, load_backend  # noqa: E402
 from worldkv.kv.block_table import blocks_for  # noqa: E402
 from worldkv.kv.cache import KVCache  # noqa: E402
-from worldkv.kv.forward import AttentionRow  # noqa: E402
+from worldkv.kv.row import AttentionRow  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.state import KVState  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
@@ -55,7 +55,7 @@ class Fixture:
 
     def __init__(self, window: Window, block_size: int, dtype: Any = torch.float32, num_sessions: int = 1) -> None:
         self.window, self.dtype = window, dtype
-        spec = KVSpec(LAYERS, HEADS, HEAD_DIM, window, ("only",), max_draft_tokens=ACTIONS)
+        spec = KVSpec(LAYERS, HEADS, HEAD_DIM, window, ("only",))
         blocks = 2 * blocks_for(window.num_slots(window.max_chunks) + ACTIONS, block_size) + 2
         storage = KVStorage(spec, num_sessions * blocks, block_size, dtype=dtype)
         self.cache = KVCache(spec, storage, load_backend("reference"))

@@ -51,5 +51,5 @@ def test_true_sizes_have_the_true_number_of_tensors_and_pixels() -> None:
     import torch
 
     model = random_model(dreamzero_14b(), device="meta", dtype=torch.bfloat16)
-    assert len(list(model._dit.parameters())) == 1317
+    assert len(list(model.dit.parameters())) == 1317
     assert sum(p.numel() for p in model.encoders.text.module.parameters()) > 5e9

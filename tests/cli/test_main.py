@@ -14,6 +14,7 @@ from worldkv import __version__
 from worldkv.cli import common
 from worldkv.cli.main import build_parser, main
 from worldkv.errors import CheckpointError, EngineStopped
+from worldkv.show import terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("serve", "demo", "replay", "verify", "inspect")
@@ -129,19 +130,19 @@ def test_our_own_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_sizes_are_written_for_people(num_bytes: int, text: str) -> None:
-    assert common.size_text(num_bytes) == text
+    assert terminal.size_text(num_bytes) == text
 
 
 def test_progress_is_a_bar_on_a_terminal_and_one_plain_line_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    with common.progress("reading") as step:
+    with terminal.progress("reading") as step:
         step(1, 2)
     assert capsys.readouterr().err == "reading ...\n"
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with common.progress("reading") as step:
+    with terminal.progress("reading") as step:
         step(2, 2)
     assert "2/2" in capsys.readouterr().err
 

@@ -13,19 +13,18 @@ pytest.importorskip("matplotlib")
 import torch
 from engines import random_checkpoint
 
-from worldkv.bench.models import TRUE_SIZES
+from worldkv.bench.plan import make_plan, sizes_of_checkpoint, sizes_of_model
+from worldkv.bench.released import RELEASED
 from worldkv.cli.main import main
-from worldkv.cli.plan import make_plan, sizes_of_checkpoint, sizes_of_model
 from worldkv.models.dreamzero.config import dreamzero_14b
-from worldkv.models.dreamzero.structure import write_true_structure
-from worldkv.models.dreamzero.true_size import random_model
+from worldkv.models.dreamzero.true_size import random_model, write_true_structure
 
 
 @pytest.mark.parametrize("model", ["dreamzero-14b", "dreamzero-5b"])
 def test_weights_are_those_of_the_modules(model: str) -> None:
-    made = random_model(TRUE_SIZES[model](), device="meta", dtype=torch.bfloat16)
+    made = random_model(RELEASED[model](), device="meta", dtype=torch.bfloat16)
     plan = make_plan(sizes_of_model(model), 141, "model", None, "reset", 128)
-    assert plan.dit == 2 * sum(parameter.numel() for parameter in made._dit.parameters())
+    assert plan.dit == 2 * sum(parameter.numel() for parameter in made.dit.parameters())
     encoders = (made.encoders.vae.module, made.encoders.text.module, made.encoders.image.module)
     assert plan.encoders == pytest.approx(2 * sum(p.numel() for m in encoders for p in m.parameters()), rel=1e-3)
 

@@ -16,8 +16,8 @@ pytest.importorskip("matplotlib")
 
 from engines import random_checkpoint
 
-from worldkv.cli.clip import CAMERAS, frame_schedule
 from worldkv.cli.main import main
+from worldkv.show.clip import CAMERAS, frame_schedule
 from worldkv.show.video import read_video, write_video
 
 PNG = b"\x89PNG"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worldkv.cli.main import main
-from worldkv.cli.verify import relative_error
+from worldkv.models.dreamzero.verify import relative_error
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engines import rest  # noqa: E402
 from toy_model import Injected, ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
@@ -39,7 +40,7 @@ class Adversary:
             self.refusals.append(str(error))
         except (SessionBusy, SessionNotFound):
             pass
-        assert self.engine.capacity().num_charged <= self.engine.cache.pool.num_blocks
+        assert self.engine.capacity().num_charged <= self.engine.core.cache.pool.num_blocks
 
     def open(self) -> None:
         self.sessions.append(self.engine.open_session())
@@ -110,8 +111,8 @@ def test_no_tick_that_was_admitted_fails_for_lack_of_memory(policy: Any, park_wh
         engine.release(snapshot)
     for session in adversary.sessions:
         engine.close(session, "done")
-    engine.warm_up()
+    rest(engine)
     assert engine.capacity().num_charged == engine.capacity().blocks_shared
-    assert engine.cache.pool.num_used == 0
-    engine.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0
+    engine.core.cache.pool.check()
     engine.shutdown()

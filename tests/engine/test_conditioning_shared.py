@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import inside, make_engine, make_inputs, rest  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.kv.block_table import blocks_for  # noqa: E402
@@ -25,9 +25,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = make_engine(request.param, block_size=BLOCK, max_sessions=SESSIONS)
     yield engine
     engine.shutdown()
-    assert len(engine.cache.conditioning) == 0
-    assert engine.cache.pool.num_used == 0
-    engine.cache.pool.check()
+    assert len(engine.core.cache.conditioning) == 0
+    assert engine.core.cache.pool.num_used == 0
+    engine.core.cache.pool.check()
 
 
 def first_tick(engine: Engine, number: int, own_image: bool = True) -> Any:
@@ -40,18 +40,18 @@ def first_tick(engine: Engine, number: int, own_image: bool = True) -> Any:
 
 def blocks_of(engine: Engine, half: str) -> int:
     """Blocks that the K/V of one entry takes."""
-    return blocks_for(engine.cache.spec.conditioning[half], BLOCK)
+    return blocks_for(engine.core.cache.spec.conditioning[half], BLOCK)
 
 
-def text_blocks(sessions: Iterable[Any]) -> set[int]:
+def text_blocks(engine: Engine, sessions: Iterable[Any]) -> set[int]:
     """All blocks in which these sessions find the text of their branches."""
-    branches = [branch for session in sessions for branch in session.kv.branches.values()]
+    branches = [branch for session in sessions for branch in inside(engine, session).kv.branches.values()]
     return {int(block) for branch in branches for block in branch.conditioning["text"].blocks}
 
 
 def referenced_bytes(engine: Engine) -> int:
     """Of the tensors: the blocks to which somebody refers."""
-    pool, storage = engine.cache.pool, engine.cache.storage
+    pool, storage = engine.core.cache.pool, engine.core.cache.storage
     held = [block for block in range(pool.num_blocks) if pool.num_references(block)]
     return sum(tensor[held].nbytes for tensor in (*storage.k, *storage.v))
 
@@ -65,11 +65,11 @@ def test_sixteen_sessions_with_two_prompts_store_the_text_of_two(
     engine: Engine, own_image: bool, at_once: bool
 ) -> None:
     alone = first_tick(engine, 0)
-    engine.warm_up()
-    num_alone, bytes_alone = engine.cache.pool.num_used, referenced_bytes(engine)
+    rest(engine)
+    num_alone, bytes_alone = engine.core.cache.pool.num_used, referenced_bytes(engine)
     engine.close(alone, "it was measured")
-    engine.warm_up()
-    assert engine.cache.pool.num_used == 0
+    rest(engine)
+    assert engine.core.cache.pool.num_used == 0
     before = engine.stats()
 
     if at_once:
@@ -84,9 +84,13 @@ def test_sixteen_sessions_with_two_prompts_store_the_text_of_two(
     text, image = blocks_of(engine, "text"), blocks_of(engine, "image")
     num_images = SESSIONS if own_image else 1
     saved = (SESSIONS * 2 - PROMPTS - 1) * text + (SESSIONS - num_images) * image  # the 1: everybody's negative prompt
-    assert len(text_blocks(sessions)) == (PROMPTS + 1) * text, "text is stored once for a prompt, not for a session"
-    assert capacity.num_used == engine.cache.pool.num_used == stats.blocks_used == SESSIONS * num_alone - saved
-    assert capacity.bytes_per_block * capacity.num_blocks == engine.cache.storage.num_bytes, "books and tensors differ"
+    assert len(text_blocks(engine, sessions)) == (PROMPTS + 1) * text, (
+        "text is stored once for a prompt, not for a session"
+    )
+    assert capacity.num_used == engine.core.cache.pool.num_used == stats.blocks_used == SESSIONS * num_alone - saved
+    assert capacity.bytes_per_block * capacity.num_blocks == engine.core.cache.storage.num_bytes, (
+        "books and tensors differ"
+    )
     assert referenced_bytes(engine) == capacity.num_used * capacity.bytes_per_block
     assert referenced_bytes(engine) == SESSIONS * bytes_alone - saved * capacity.bytes_per_block
     assert capacity.blocks_shared == text, "the negative prompt is charged once"
@@ -105,38 +109,40 @@ def test_what_the_blocks_hold_is_what_the_model_projects(engine: Engine) -> None
         with torch.no_grad():
             feature = engine.model.encode("image", [(engine.model._pixels(inputs.frames)[:, :, 0],)])[0]
             for branch, prompt in prompts.items():
-                halves = session.kv.branches[branch].conditioning
+                halves = inside(engine, session).kv.branches[branch].conditioning
                 embedding = engine.model.encode("text", [tuple(torch.from_numpy(part) for part in prompt)])[0]
-                assert_holds(engine, halves["text"], engine.model._dit.project_text(embedding[0]))
-                assert_holds(engine, halves["image"], engine.model._dit.project_image(feature[0]))
-    first, second = (sessions[number].kv.branches[CONDITIONAL].conditioning["text"] for number in (0, 1))
-    assert not np.array_equal(*(engine.cache.storage.k[0][entry.blocks] for entry in (first, second)))
+                assert_holds(engine, halves["text"], engine.model.dit.project_text(embedding[0]))
+                assert_holds(engine, halves["image"], engine.model.dit.project_image(feature[0]))
+    first, second = (
+        inside(engine, sessions[number]).kv.branches[CONDITIONAL].conditioning["text"] for number in (0, 1)
+    )
+    assert not np.array_equal(*(engine.core.cache.storage.k[0][entry.blocks] for entry in (first, second)))
 
 
 def assert_holds(engine: Engine, entry: Any, layers: Iterable[tuple[Any, Any]]) -> None:
     for layer, (k, v) in enumerate(layers):
-        stored_k, stored_v = engine.cache.storage.gather(layer, entry.blocks, np.arange(entry.num_tokens))
+        stored_k, stored_v = engine.core.cache.storage.gather(layer, entry.blocks, np.arange(entry.num_tokens))
         assert torch.equal(stored_k, k), f"other K than projected in layer {layer}"
         assert torch.equal(stored_v, v), f"other V than projected in layer {layer}"
 
 
 def test_an_entry_lives_as_long_as_its_last_reader_and_comes_back_from_the_host_once(engine: Engine) -> None:
     sessions = [first_tick(engine, number) for number in range(4)]
-    held, text = text_blocks(sessions), blocks_of(engine, "text")
+    held, text = text_blocks(engine, sessions), blocks_of(engine, "text")
     for session in sessions[2:]:
         engine.close(session, "done")
-    engine.warm_up()
-    assert text_blocks(sessions[:2]) == held, "an entry moved or went although it is read"
+    rest(engine)
+    assert text_blocks(engine, sessions[:2]) == held, "an entry moved or went although it is read"
 
     num_projected = engine.stats().conditioning_misses
     inputs = make_inputs(engine, 99, 1, prompt=1)
     engine.submit(sessions[0], inputs).result()
     assert engine.stats().conditioning_misses == num_projected + 1, "the new image only: the other prompt is stored"
-    assert len(text_blocks(sessions[:2])) == 2 * text, "nobody reads the first prompt any more"
+    assert len(text_blocks(engine, sessions[:2])) == 2 * text, "nobody reads the first prompt any more"
 
     for session in sessions[:2]:
         engine.park(session)
-    assert engine.cache.pool.num_used == len(engine.cache.conditioning) == 0
+    assert engine.core.cache.pool.num_used == len(engine.core.cache.conditioning) == 0
     for session in sessions[:2]:
         engine.submit(session, make_inputs(engine, 100, 4, prompt=1)).result()
-    assert len(text_blocks(sessions[:2])) == 2 * text, "what was parked twice came back twice"
+    assert len(text_blocks(engine, sessions[:2])) == 2 * text, "what was parked twice came back twice"

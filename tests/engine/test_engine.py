@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import inside, make_engine, make_inputs, rest  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
+from worldkv.engine.messages import Inspect  # noqa: E402
 from worldkv.errors import (  # noqa: E402
     AdmissionRefused,
     BadRequest,
@@ -23,7 +24,8 @@ from worldkv.errors import (  # noqa: E402
     SessionEnded,
     SessionNotFound,
 )
-from worldkv.kv.forward import ForwardContext  # noqa: E402
+from worldkv.kv.branch import ForwardContext  # noqa: E402
+from worldkv.kv.transfer import ResumeJob  # noqa: E402
 
 
 @pytest.fixture(params=["ti2v", "i2v"])
@@ -31,8 +33,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = make_engine(request.param, block_size=16)
     yield engine
     engine.shutdown()
-    engine.cache.pool.check()
-    assert engine.cache.pool.num_used == 0, "blocks leaked past shutdown"
+    engine.core.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0, "blocks leaked past shutdown"
 
 
 def frames_of(tick: int) -> int:
@@ -41,7 +43,9 @@ def frames_of(tick: int) -> int:
 
 def run_alone(engine: Engine, seed: int, num_ticks: int) -> list[Any]:
     session = engine.open_session()
-    results = [engine.submit(session, make_inputs(engine, seed + t, frames_of(t))).result() for t in range(num_ticks)]
+    results = [
+        engine.submit(session, make_inputs(engine, seed + t, frames_of(t))).result().result for t in range(num_ticks)
+    ]
     engine.close(session, "done")
     return results
 
@@ -71,7 +75,9 @@ def test_sessions_ticking_at_once_get_what_they_get_alone(engine: Engine) -> Non
         inputs = [make_inputs(engine, 100 * i + tick, frames_of(tick)) for i in range(3)]
         futures = [engine.submit(s, x) for s, x in zip(sessions, inputs, strict=True)]
         for i, future in enumerate(futures):
-            assert close_to(future.result(), alone[i][tick]), f"session {i} depends on its company at tick {tick}"
+            assert close_to(future.result().result, alone[i][tick]), (
+                f"session {i} depends on its company at tick {tick}"
+            )
 
 
 def test_sessions_at_different_fills_share_forwards(engine: Engine) -> None:
@@ -99,8 +105,10 @@ def test_a_tick_that_fails_at_any_forward_changes_nothing_and_its_retry_is_ident
     session = engine.open_session()
     for tick in range(2):
         engine.submit(session, make_inputs(engine, 50 + tick, frames_of(tick))).result()
-    before = [tuple(t.clone() for t in session.kv.layer_kv(b, 0)) for b in session.kv.branches]
-    num_free = engine.cache.pool.num_free
+    before = [
+        tuple(t.clone() for t in inside(engine, session).kv.layer_kv(b, 0)) for b in inside(engine, session).kv.branches
+    ]
+    num_free = engine.core.cache.pool.num_free
     forward, calls = engine.model.forward, iter(range(100))
 
     def failing(cache: Any, rows: Any) -> Any:
@@ -113,22 +121,22 @@ def test_a_tick_that_fails_at_any_forward_changes_nothing_and_its_retry_is_ident
     if failing_call < 9:  # one clean pass and eight denoising forwards
         with pytest.raises(RuntimeError, match="injected"):
             engine.submit(session, make_inputs(engine, 52)).result()
-        assert engine.cache.pool.num_free == num_free, "a failed tick kept blocks"
-        for branch, (k, v) in zip(session.kv.branches, before, strict=True):
-            k_now, v_now = session.kv.layer_kv(branch, 0)
+        assert engine.core.cache.pool.num_free == num_free, "a failed tick kept blocks"
+        for branch, (k, v) in zip(inside(engine, session).kv.branches, before, strict=True):
+            k_now, v_now = inside(engine, session).kv.layer_kv(branch, 0)
             assert torch.equal(k, k_now), "a failed tick changed committed keys"
             assert torch.equal(v, v_now), "a failed tick changed committed values"
     engine.model.forward = forward
-    assert same(engine.submit(session, make_inputs(engine, 52)).result(), expected[2])
+    assert same(engine.submit(session, make_inputs(engine, 52)).result().result, expected[2])
     engine.shutdown()
-    assert engine.cache.pool.num_used == 0
+    assert engine.core.cache.pool.num_used == 0
 
 
 @pytest.mark.parametrize("encoder", ["text", "image", "video"])
 def test_a_tick_that_fails_in_an_encoder_changes_nothing(engine: Engine, encoder: str) -> None:
     session = engine.open_session()
     engine.submit(session, make_inputs(engine, 0, 1)).result()
-    num_free, original = engine.cache.pool.num_free, engine.model.encode
+    num_free, original = engine.core.cache.pool.num_free, engine.model.encode
 
     def failing(name: str, payloads: Any) -> Any:
         if name == encoder:
@@ -139,8 +147,10 @@ def test_a_tick_that_fails_in_an_encoder_changes_nothing(engine: Engine, encoder
     with pytest.raises(RuntimeError, match="injected"):  # a new prompt and a new image use all three
         engine.submit(session, make_inputs(engine, 1, 1, prompt=3)).result()
     engine.model.encode = original
-    assert engine.cache.pool.num_free == num_free
-    assert engine.submit(session, make_inputs(engine, 2, 4)).result().restart_reason is None, "the old prompt was lost"
+    assert engine.core.cache.pool.num_free == num_free
+    assert engine.submit(session, make_inputs(engine, 2, 4)).result().result.restart_reason is None, (
+        "the old prompt was lost"
+    )
 
 
 @pytest.mark.parametrize("step", [0, 7, 15])
@@ -158,25 +168,26 @@ def test_a_tick_that_fails_in_the_solver_changes_nothing_and_its_retry_is_identi
             raise RuntimeError("injected")
         return advance(self, index, *rest)
 
-    num_free = engine.cache.pool.num_free
+    num_free = engine.core.cache.pool.num_free
     with monkeypatch.context() as patch:
         patch.setattr(type(schedule), "step", failing)
         with pytest.raises(RuntimeError, match="injected"):
             engine.submit(session, make_inputs(engine, 61)).result()
-        assert engine.cache.pool.num_free == num_free, "a failed tick kept blocks"
-        assert same(engine.submit(session, make_inputs(engine, 61)).result(), expected[1])
-    assert same(engine.submit(other, make_inputs(engine, 60, 1)).result(), expected[0])
+        assert engine.core.cache.pool.num_free == num_free, "a failed tick kept blocks"
+        assert same(engine.submit(session, make_inputs(engine, 61)).result().result, expected[1])
+    assert same(engine.submit(other, make_inputs(engine, 60, 1)).result().result, expected[0])
 
 
 def test_a_failing_session_does_not_disturb_its_company(engine: Engine) -> None:
     alone = run_alone(engine, 7, 2)
     good, bad = engine.open_session(), engine.open_session()
+    branches = inside(engine, bad).kv.branches.values()
     engine.submit(good, make_inputs(engine, 7, 1)).result()
     engine.submit(bad, make_inputs(engine, 8, 1)).result()
     forward = engine.model.forward
 
     def failing(cache: Any, rows: Any) -> Any:
-        if any(row.context.branch in bad.kv.branches.values() for row in rows):
+        if any(row.context.branch in branches for row in rows):
             raise RuntimeError("injected")
         return forward(cache, rows)
 
@@ -185,7 +196,7 @@ def test_a_failing_session_does_not_disturb_its_company(engine: Engine) -> None:
     fine = engine.submit(good, make_inputs(engine, 8))
     with pytest.raises(RuntimeError, match="injected"):
         doomed.result()
-    assert close_to(fine.result(), alone[1])
+    assert close_to(fine.result().result, alone[1])
 
 
 def test_reset_and_close_during_a_tick_cancel_it_and_give_its_blocks_back(engine: Engine) -> None:
@@ -203,15 +214,16 @@ def test_reset_and_close_during_a_tick_cancel_it_and_give_its_blocks_back(engine
         engine.model.forward = slow
         future = engine.submit(session, make_inputs(engine, 0, 1))
         assert entered.wait(10)
-        with pytest.raises(SessionBusy):
-            engine.submit(session, make_inputs(engine, 0, 1))
+        second = engine.submit(session, make_inputs(engine, 0, 1))
         end(session)
         go_on.set()
+        with pytest.raises(SessionBusy):
+            second.result()
         with pytest.raises(SessionEnded):
             future.result()
         engine.model.forward = forward
-        engine.warm_up()  # the errand after the cancelled tick
-        assert engine.cache.pool.num_used == 0
+        rest(engine)  # the errand after the cancelled tick
+        assert engine.core.cache.pool.num_used == 0
 
 
 def test_after_a_reset_the_next_tick_is_a_first_tick(engine: Engine) -> None:
@@ -220,7 +232,7 @@ def test_after_a_reset_the_next_tick_is_a_first_tick(engine: Engine) -> None:
     for tick in range(2):
         engine.submit(session, make_inputs(engine, tick, frames_of(tick))).result()
     engine.reset(session)
-    result = engine.submit(session, make_inputs(engine, 20, 1)).result()
+    result = engine.submit(session, make_inputs(engine, 20, 1)).result().result
     assert result.restart_reason == "first tick"
     assert same(result, expected[0])
 
@@ -228,37 +240,38 @@ def test_after_a_reset_the_next_tick_is_a_first_tick(engine: Engine) -> None:
 def test_a_session_has_forgotten_as_soon_as_it_is_told_to(engine: Engine) -> None:
     session, held = engine.open_session(), threading.Event()
     engine.submit(session, make_inputs(engine, 0, 1)).result()
-    assert session.num_chunks == 1
-    engine._worker.errand(lambda: held.wait(10))  # the engine's thread is busy
-    engine.reset(session)
-    assert session.num_chunks == 0
+    assert engine.describe(session).num_chunks == 1
+    engine.ask(Inspect(lambda core: held.wait(10)))  # the engine's thread is busy
+    forgotten = engine.reset(session)
     held.set()
+    forgotten.result()
+    assert engine.describe(session).num_chunks == 0
     engine.submit(session, make_inputs(engine, 0, 1)).result()
-    assert session.num_chunks == 1
+    assert engine.describe(session).num_chunks == 1
 
 
 def test_a_prompt_change_restarts_the_window_and_equal_conditioning_is_stored_once(engine: Engine) -> None:
     first, second = engine.open_session(), engine.open_session()
     engine.submit(first, make_inputs(engine, 0, 1)).result()
     engine.submit(second, make_inputs(engine, 0, 1)).result()
-    assert len(engine.cache.conditioning) == 3, "prompt, negative prompt and image are the same for both sessions"
-    result = engine.submit(first, make_inputs(engine, 1, 4, prompt=2)).result()
+    assert len(engine.core.cache.conditioning) == 3, "prompt, negative prompt and image are the same for both sessions"
+    result = engine.submit(first, make_inputs(engine, 1, 4, prompt=2)).result().result
     assert result.restart_reason == "prompt changed"
     engine.close(first, "done")
     engine.close(second, "done")
-    engine.warm_up()
-    assert len(engine.cache.conditioning) == 0
+    rest(engine)
+    assert len(engine.core.cache.conditioning) == 0
 
 
 def test_the_frame_index_passes_1024_in_a_sliding_window() -> None:
     engine = make_engine("ti2v", block_size=16, window_policy="slide")
     session = engine.open_session()
     engine.submit(session, make_inputs(engine, 0, 1)).result()
-    for branch in session.kv.branches.values():
+    for branch in inside(engine, session).kv.branches.values():
         branch.num_chunks = 1 + 9 * 200  # as if 200 windows had passed; the ring's content stays valid to read
         branch.table.release()
-        branch.table.blocks = engine.cache.pool.allocate(-(-9 * branch.window.chunk_size // 16)) or []
-    results = [engine.submit(session, make_inputs(engine, tick)).result() for tick in range(3)]
+        branch.table.blocks = engine.core.cache.pool.allocate(-(-9 * branch.window.chunk_size // 16)) or []
+    results = [engine.submit(session, make_inputs(engine, tick)).result().result for tick in range(3)]
     assert [result.start_frame for result in results] == [1803, 1805, 1807]
     assert all(np.isfinite(result.actions).all() for result in results)
     engine.shutdown()
@@ -294,7 +307,7 @@ def test_wrong_inputs_name_the_field(engine: Engine) -> None:
         engine.submit(session, make_inputs(engine, 0, 3)).result()
     with pytest.raises(BadRequest, match="noise"):
         engine.submit(session, make_inputs(engine, 0, 1, noise_video=torch.zeros(1, 2))).result()
-    assert engine.submit(session, good).result().restart_reason == "first tick"
+    assert engine.submit(session, good).result().result.restart_reason == "first tick"
 
 
 def test_closed_sessions_and_a_stopped_engine_say_so(engine: Engine) -> None:
@@ -304,7 +317,7 @@ def test_closed_sessions_and_a_stopped_engine_say_so(engine: Engine) -> None:
     engine.close(session, "idle too long")
     engine.close(session, "again")
     with pytest.raises(SessionNotFound, match="idle too long"):
-        engine.submit(session, make_inputs(engine, 0, 1))
+        engine.submit(session, make_inputs(engine, 0, 1)).result()
     assert engine.health().ready
     engine.shutdown()
     engine.shutdown()
@@ -316,7 +329,7 @@ def test_closed_sessions_and_a_stopped_engine_say_so(engine: Engine) -> None:
 def test_two_engines_live_in_one_process() -> None:
     one, two = make_engine("ti2v"), make_engine("i2v")
     futures = [e.submit(e.open_session(), make_inputs(e, 1, 1)) for e in (one, two)]
-    assert all(np.isfinite(future.result().actions).all() for future in futures)
+    assert all(np.isfinite(future.result().result.actions).all() for future in futures)
     one.shutdown()
     assert two.health().ready
     two.shutdown()
@@ -330,7 +343,7 @@ def test_a_commit_that_fails_in_company_fails_its_own_tick_only(guilty: int, mon
     for tick in range(2):
         for i, session in enumerate(sessions):
             engine.submit(session, make_inputs(engine, 10 * i + tick, frames_of(tick))).result()
-    doomed = sessions[guilty].kv.branches["unconditional"]
+    doomed = inside(engine, sessions[guilty]).kv.branches["unconditional"]
     commit = ForwardContext.commit
 
     def failing(context: ForwardContext) -> None:
@@ -342,12 +355,12 @@ def test_a_commit_that_fails_in_company_fails_its_own_tick_only(guilty: int, mon
     futures = [engine.submit(s, make_inputs(engine, 10 * i + 2)) for i, s in enumerate(sessions)]
     with pytest.raises(RuntimeError, match="injected"):
         futures[guilty].result()
-    assert same(futures[1 - guilty].result(), expected[1 - guilty][2])
+    assert same(futures[1 - guilty].result().result, expected[1 - guilty][2])
     monkeypatch.undo()
-    retried = engine.submit(sessions[guilty], make_inputs(engine, 10 * guilty + 2)).result()
+    retried = engine.submit(sessions[guilty], make_inputs(engine, 10 * guilty + 2)).result().result
     assert same(retried, expected[guilty][2])
     engine.shutdown()
-    assert engine.cache.pool.num_used == 0
+    assert engine.core.cache.pool.num_used == 0
 
 
 def test_a_session_that_cannot_come_back_from_the_host_stays_parked_and_can_try_again(
@@ -359,12 +372,12 @@ def test_a_session_that_cannot_come_back_from_the_host_stays_parked_and_can_try_
     for tick in range(2):
         engine.submit(session, make_inputs(engine, tick, frames_of(tick))).result()
     engine.park(session)
-    monkeypatch.setattr(engine.cache.storage, "load_blocks", lambda *_: (_ for _ in ()).throw(RuntimeError("injected")))
+    monkeypatch.setattr(ResumeJob, "copy", lambda _: (_ for _ in ()).throw(RuntimeError("injected")))
     with pytest.raises(RuntimeError, match="injected"):
         engine.submit(session, make_inputs(engine, 2)).result()
-    assert engine.cache.pool.num_used == 0
+    assert engine.core.cache.pool.num_used == 0
     monkeypatch.undo()
-    assert same(engine.submit(session, make_inputs(engine, 2)).result(), expected[2])
+    assert same(engine.submit(session, make_inputs(engine, 2)).result().result, expected[2])
     engine.shutdown()
 
 
@@ -394,7 +407,7 @@ def test_a_stuck_engine_is_unready_refuses_work_and_recovers() -> None:
     assert engine.health().ready
     charged = engine.capacity().num_charged
     engine.release(engine.snapshot(idle))
-    engine.warm_up()
+    rest(engine)
     assert engine.capacity().num_charged == charged, "the snapshot that was given up was taken after all"
     engine.shutdown()
 

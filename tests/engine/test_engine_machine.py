@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engines import inside, rest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import (  # noqa: E402
@@ -70,8 +71,8 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.shutdown()
-            self.engine.cache.pool.check()
-            assert self.engine.cache.pool.num_used == 0, "blocks outlived their engine"
+            self.engine.core.cache.pool.check()
+            assert self.engine.core.cache.pool.num_used == 0, "blocks outlived their engine"
 
     # what a tick must do
 
@@ -92,12 +93,14 @@ class EngineMachine(RuleBasedStateMachine):
         """Whether the tick was turned away; only a session that had given its room up may be."""
         refused = isinstance(future.exception(10), AdmissionRefused)
         if refused:
-            assert session.parked is not None or not session.num_blocks_charged, "refused although it is resident"
+            assert self.engine.describe(session).parked or not inside(self.engine, session).num_blocks_charged, (
+                "refused although it is resident"
+            )
         return refused
 
     def _check(self, session: Any, future: Any, after: Expected, averages: tuple[float, ...]) -> None:
         if not self._refused(session, future):
-            assert future.result().averages == pytest.approx(averages, rel=1e-12), "wrong history was visible"
+            assert future.result().result.averages == pytest.approx(averages, rel=1e-12), "wrong history was visible"
             self.expected[session] = after
 
     # rules
@@ -107,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             session = self.engine.open_session()
         except AdmissionRefused:
-            assert not self.engine.admission.has_room(), "refused although there is room"
+            assert not self.engine.core.admission.has_room(), "refused although there is room"
             return multiple()
         self.expected[session] = Expected()
         return session
@@ -214,30 +217,31 @@ class EngineMachine(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.warm_up()  # everything asked for has been done
-        cache = self.engine.cache
+        rest(self.engine)  # everything asked for has been done
+        cache = self.engine.core.cache
         cache.pool.check()
         held = {int(block) for entry in cache.conditioning._entries.values() for block in entry.blocks}
-        for kv in (*(s.kv for s in self.expected), *(s.kv for s in self.frozen)):
+        frozen = [self.engine.core.snapshots[snapshot].kv for snapshot in self.frozen]
+        for kv in (*(inside(self.engine, s).kv for s in self.expected), *frozen):
             for branch in kv.branches.values():
                 held |= set(branch.table.blocks)
         assert cache.pool.num_used == len(held), "used blocks are not those that somebody holds"
-        assert len(held) <= self.engine.admission.num_charged, "more is held than was charged"
+        assert len(held) <= self.engine.core.admission.num_charged, "more is held than was charged"
 
     @invariant()
     def committed_numbers_are_what_was_observed(self) -> None:
         if not hasattr(self, "engine"):
             return
-        self.engine.warm_up()
+        rest(self.engine)
         for session, expected in self.expected.items():
-            if session.parked is not None:
+            if self.engine.describe(session).parked:
                 continue
             window = self.model.spec.window
-            for name, branch in session.kv.branches.items():
+            for name, branch in inside(self.engine, session).kv.branches.items():
                 assert branch.num_chunks == len(expected.numbers)
                 wanted = [expected.numbers[i] for i in window.visible_chunks(len(expected.numbers))]
                 for layer in range(LAYERS):
-                    k, v = session.kv.layer_kv(name, layer)
+                    k, v = inside(self.engine, session).kv.layer_kv(name, layer)
                     tokens = [number + sign(name) + layer for number in wanted for _ in range(CHUNK)]
                     assert k[:, 0, 0].tolist() == tokens
                     assert v[:, 0, 1].tolist() == tokens

@@ -12,32 +12,34 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import inside, make_engine, make_inputs  # noqa: E402
 from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine import scheduler  # noqa: E402
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.models.base import EncodeRequest  # noqa: E402
+from worldkv.engine.messages import Inspect  # noqa: E402
+from worldkv.models.base import Encode  # noqa: E402
 
 
 def record(engine: Engine) -> list[list[Any]]:
     """The batches that the engine runs from now on, each a list of requests, as they begin."""
     batches: list[list[Any]] = []
-    execute = engine.execute
+    executor = engine.core.executor
+    run = executor.run
 
     def recorded(requests: list[Any]) -> list[Any]:
         batches.append(requests)
-        return execute(requests)
+        return run(requests)
 
-    engine.execute = recorded  # type: ignore[method-assign]
+    executor.run = recorded  # type: ignore[method-assign]
     return batches
 
 
-def times_served(batch: list[Any], session: Any, inputs: ToyInputs | None = None) -> int:
+def times_served(engine: Engine, batch: list[Any], session: Any, inputs: ToyInputs | None = None) -> int:
     """Rows of the session's in a forward, or encoders run for its inputs."""
-    branches = session.kv.branches.values()
+    branches = inside(engine, session).kv.branches.values()
     rows = [row for request in batch for row in getattr(request, "rows", ())]
-    payloads = [request.payload for request in batch if isinstance(request, EncodeRequest)]
+    payloads = [request.payload for request in batch if isinstance(request, Encode)]
     return sum(row.context.branch in branches for row in rows) + sum(payload is inputs for payload in payloads)
 
 
@@ -61,7 +63,7 @@ def busy(engine: Engine, session: Any) -> tuple[threading.Event, Any]:
 def pause(engine: Engine) -> threading.Event:
     """Let nothing begin before the event is set; then all that was submitted begins at once."""
     go_on = threading.Event()
-    engine._worker.errand(lambda: go_on.wait(10))
+    engine.ask(Inspect(lambda core: go_on.wait(10)))
     return go_on
 
 
@@ -77,7 +79,7 @@ def test_a_joiner_s_first_request_waits_for_one_forward_at_most(prompt: int) -> 
     hold.set()
     for future in running:
         future.result(10)
-    waited = next(n for n, batch in enumerate(batches[began:]) if times_served(batch, joiner, inputs))
+    waited = next(n for n, batch in enumerate(batches[began:]) if times_served(engine, batch, joiner, inputs))
     assert waited <= (0 if prompt == 0 else 1), f"{waited} forwards began before the joiner's first request"
     engine.shutdown()
 
@@ -94,9 +96,9 @@ def test_where_forwards_are_full_nobody_is_served_twice_before_a_joiner_is_serve
     for future in running:
         future.result(10)
     after = batches[began:]
-    waited = next(n for n, batch in enumerate(after) if times_served(batch, joiner))
+    waited = next(n for n, batch in enumerate(after) if times_served(engine, batch, joiner))
     for session in others:
-        forwards = sum(times_served(batch, session) > 0 for batch in after[:waited])
+        forwards = sum(times_served(engine, batch, session) > 0 for batch in after[:waited])
         assert forwards <= 1, "somebody had two forwards while the joiner waited for one"
     engine.shutdown()
 

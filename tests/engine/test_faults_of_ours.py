@@ -7,6 +7,8 @@ import time
 
 from toy_model import ToyInputs, ToyModel, make_toy_engine
 
+from worldkv.kv.transfer import ParkJob
+
 
 def make(**k):
     return make_toy_engine(ToyModel(), **k)
@@ -17,10 +19,10 @@ def test_parking_that_fails_for_want_of_host_memory_does_not_end_the_engine(monk
     s = engine.open_session()
     engine.submit(s, ToyInputs(1.0)).result(5)
 
-    def no_memory(blocks):
+    def no_memory(job):
         raise MemoryError("pinned host memory")
 
-    monkeypatch.setattr(engine.cache.storage, "read_blocks", no_memory)
+    monkeypatch.setattr(ParkJob, "copy", no_memory)
     time.sleep(1.5)
     assert engine.health().ready, engine.health()
 
@@ -46,14 +48,14 @@ def test_other_ticks_end_when_settling_one_fails(monkeypatch):
     a, b = engine.open_session(), engine.open_session()
     gate = threading.Event()
     ia = ToyInputs(1.0, hold=gate)
-    real = engine.end
+    real = engine.core.finish
 
-    def end(job, result, error):
-        if job.session is a:
+    def finish(tick, outcome=None, error=None):
+        if tick.session.handle == a:
             raise RuntimeError("our own bug")
-        return real(job, result, error)
+        real(tick, outcome, error)
 
-    engine.end = end
+    engine.core.finish = finish
     engine.submit(a, ia)
     ia.held.wait(5)
     fb = engine.submit(b, ToyInputs(2.0))

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import make_engine, make_inputs, rest  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.errors import AdmissionRefused, SessionBusy, SnapshotNotFound  # noqa: E402
@@ -22,12 +22,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = make_engine("ti2v", block_size=16, window_policy=request.param, batch_invariant=True, max_sessions=6)
     yield engine
     engine.shutdown()
-    engine.cache.pool.check()
-    assert engine.cache.pool.num_used == 0, "blocks leaked past shutdown"
+    engine.core.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0, "blocks leaked past shutdown"
 
 
 def tick(engine: Engine, session: Any, seed: int, first: bool = False) -> Any:
-    return engine.submit(session, make_inputs(engine, seed, 1 if first else 4)).result()
+    return engine.submit(session, make_inputs(engine, seed, 1 if first else 4)).result().result
 
 
 def same(a: Any, b: Any) -> bool:
@@ -52,11 +52,11 @@ def test_a_snapshot_and_a_fork_copy_no_block(engine: Engine) -> None:
     session = engine.open_session()
     for i in range(3):
         tick(engine, session, i, first=i == 0)
-    num_used = engine.cache.pool.num_used
+    num_used = engine.core.cache.pool.num_used
     engine.snapshot(session)
     engine.fork(session)
     engine.fork(engine.snapshot(session))
-    assert engine.cache.pool.num_used == num_used
+    assert engine.core.cache.pool.num_used == num_used
 
 
 def test_forks_run_batched_are_what_they_are_alone_and_leave_their_source_alone(engine: Engine) -> None:
@@ -66,7 +66,7 @@ def test_forks_run_batched_are_what_they_are_alone_and_leave_their_source_alone(
     forks = [engine.fork(session) for _ in range(3)]
     for depth in range(3):
         futures = [engine.submit(fork, make_inputs(engine, 100 * (i + 1) + depth)) for i, fork in enumerate(forks)]
-        together = [future.result() for future in futures]
+        together = [future.result().result for future in futures]
     snapshot = engine.snapshot(session)
     for i in range(3):
         engine.restore(session, snapshot)
@@ -95,7 +95,7 @@ def test_a_released_snapshot_says_so(engine: Engine) -> None:
     tick(engine, session, 0, first=True)
     snapshot = engine.snapshot(session)
     engine.release(snapshot)
-    engine.warm_up()
+    rest(engine)
     with pytest.raises(SnapshotNotFound, match="released"):
         engine.restore(session, snapshot)
     with pytest.raises(SnapshotNotFound, match="released"):
@@ -114,7 +114,7 @@ def test_snapshots_and_forks_are_charged_when_they_are_taken() -> None:
     with pytest.raises(AdmissionRefused, match="a snapshot"):
         engine.snapshot(session)
     engine.close(fork, "done")
-    engine.warm_up()
+    rest(engine)
     snapshot = engine.snapshot(session)
     assert engine.capacity().num_charged == charged + snapshot.num_blocks_charged
     assert "more sessions fit" in engine.capacity().explain()
@@ -127,7 +127,7 @@ def test_with_batch_invariant_company_changes_no_bit(engine: Engine) -> None:
         futures = [
             engine.submit(s, make_inputs(engine, 10 * n + i, 1 if i == 0 else 4)) for n, s in enumerate(sessions)
         ]
-        together = [future.result() for future in futures]
+        together = [future.result().result for future in futures]
     for n in range(3):
         session = engine.open_session()
         for i in range(4):

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engines import inside, rest  # noqa: E402
 from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 NUM_TICKS = 5000
@@ -21,11 +22,11 @@ def test_five_thousand_ticks_past_frame_1024_grow_nothing() -> None:
     for number in range(NUM_TICKS):
         engine.submit(session, ToyInputs(float(number))).result()
         if number >= 100 and number % 700 == 0:
-            engine.warm_up()
-            blocks = [len(branch.table.blocks) for branch in session.kv.branches.values()]
-            seen.append((sum(blocks), engine.cache.pool.num_used, tracemalloc.get_traced_memory()[0]))
+            rest(engine)
+            blocks = [len(branch.table.blocks) for branch in inside(engine, session).kv.branches.values()]
+            seen.append((sum(blocks), engine.core.cache.pool.num_used, tracemalloc.get_traced_memory()[0]))
     tracemalloc.stop()
-    assert session.kv.branches["left"].num_chunks == NUM_TICKS
+    assert inside(engine, session).kv.branches["left"].num_chunks == NUM_TICKS
     assert len({table for table, _, _ in seen}) == 1, "block tables grew"
     assert len({used for _, used, _ in seen}) == 1, "blocks in use grew"
     memory = [held for _, _, held in seen]
@@ -37,13 +38,13 @@ def test_the_work_of_a_tick_does_not_depend_on_its_number() -> None:
     engine = make_toy_engine(ToyModel("slide", window=5, sink=1), max_sessions=1)
     session = engine.open_session()
     allocated: list[int] = []
-    allocate = engine.cache.pool.allocate
+    allocate = engine.core.cache.pool.allocate
 
     def counted(count: int) -> list[int] | None:
         allocated[-1] += count
         return allocate(count)
 
-    engine.cache.pool.allocate = counted  # type: ignore[method-assign]
+    engine.core.cache.pool.allocate = counted  # type: ignore[method-assign]
     for number in range(1200):
         allocated.append(0)
         engine.submit(session, ToyInputs(float(number))).result()

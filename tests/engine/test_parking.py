@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import inside, make_engine, make_inputs  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.errors import AdmissionRefused  # noqa: E402
@@ -19,7 +19,7 @@ from worldkv.errors import AdmissionRefused  # noqa: E402
 
 def ticks(engine: Engine, session: Any, first: int, count: int) -> list[Any]:
     return [
-        engine.submit(session, make_inputs(engine, seed, 1 if seed == 0 else 4)).result()
+        engine.submit(session, make_inputs(engine, seed, 1 if seed == 0 else 4)).result().result
         for seed in range(first, first + count)
     ]
 
@@ -32,19 +32,19 @@ def same(a: Any, b: Any) -> bool:
 def test_a_parked_session_holds_no_block_and_goes_on_bit_for_bit(policy: str) -> None:
     engine = make_engine("ti2v", block_size=16, window_policy=policy)
     expected = ticks(engine, engine.open_session(), 0, 7)
-    engine.close(next(iter(engine.sessions.values())), "done")
+    engine.close(next(iter(engine.core.sessions)), "done")
     session = engine.open_session()
     got = []
     for seed in range(7):
         got += ticks(engine, session, seed, 1)
         engine.park(session)
         engine.park(session)
-        assert engine.cache.pool.num_used == 0
+        assert engine.core.cache.pool.num_used == 0
         assert engine.capacity().num_charged == engine.capacity().blocks_shared
     assert all(same(a, b) for a, b in zip(expected, got, strict=True))
     engine.shutdown()
-    engine.cache.pool.check()
-    assert engine.cache.pool.num_used == 0
+    engine.core.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0
 
 
 def test_more_sessions_than_fit_take_turns_on_the_host() -> None:
@@ -54,7 +54,7 @@ def test_more_sessions_than_fit_take_turns_on_the_host() -> None:
     for results in rounds:
         assert all(same(results[0], result) for result in results), "parking changed a session's result"
     engine.shutdown()
-    assert engine.cache.pool.num_used == 0
+    assert engine.core.cache.pool.num_used == 0
 
 
 def test_a_busy_session_is_never_parked() -> None:
@@ -63,9 +63,9 @@ def test_a_busy_session_is_never_parked() -> None:
     future = engine.submit(session, make_inputs(engine, 0, 1))
     with pytest.raises(AdmissionRefused):
         engine.open_session()
-    assert future.result().restart_reason == "first tick"
+    assert future.result().result.restart_reason == "first tick"
     engine.open_session()
-    assert session.parked is not None
+    assert engine.describe(session).parked
     engine.shutdown()
 
 
@@ -74,10 +74,10 @@ def test_an_idle_session_is_parked_after_a_while() -> None:
     session = engine.open_session()
     ticks(engine, session, 0, 1)
     deadline = time.monotonic() + 10
-    while session.parked is None and time.monotonic() < deadline:
+    while not engine.describe(session).parked and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert session.parked is not None
-    assert session.parked.num_bytes > 0
+    assert engine.describe(session).parked
+    assert engine.describe(session).bytes_parked > 0
     assert ticks(engine, session, 1, 1)[0].restart_reason is None
     engine.shutdown()
 
@@ -104,8 +104,8 @@ def test_a_parked_session_can_be_frozen_forked_reset_and_closed() -> None:
     engine.park(child)
     engine.close(child, "done")
     engine.shutdown()
-    engine.cache.pool.check()
-    assert engine.cache.pool.num_used == 0
+    engine.core.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0
 
 
 def test_forking_in_a_full_house_parks_others_but_not_the_source() -> None:
@@ -113,10 +113,10 @@ def test_forking_in_a_full_house_parks_others_but_not_the_source() -> None:
     source, other = engine.open_session(), engine.open_session()
     ticks(engine, other, 0, 1)
     ticks(engine, source, 0, 2)
-    source.last_used = 0.0
+    inside(engine, source).last_used = 0.0
     fork = engine.fork(source)
-    assert other.parked is not None
-    assert source.parked is None
+    assert engine.describe(other).parked
+    assert not engine.describe(source).parked
     assert ticks(engine, fork, 2, 1)[0].restart_reason is None
     engine.shutdown()
 
@@ -127,7 +127,7 @@ def test_a_snapshot_has_idle_sessions_parked_where_it_finds_no_room() -> None:
     for session in (first, second):
         engine.submit(session, make_inputs(engine, 0, 1)).result()
     snapshot = engine.snapshot(second)
-    assert first.parked is not None
-    assert second.parked is None
+    assert engine.describe(first).parked
+    assert not engine.describe(second).parked
     engine.release(snapshot)
     engine.shutdown()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from worldkv.engine.scheduler import PATIENCE_S, Scheduler
-from worldkv.engine.session import Job
-from worldkv.models.base import EncodeRequest, ForwardRequest
+from worldkv.engine.session import Tick
+from worldkv.models.base import Encode, Forward
 
 
-def forward(num_rows: int = 2, num_tokens: int = 10) -> ForwardRequest:
+def forward(num_rows: int = 2, num_tokens: int = 10) -> Forward:
     row: Any = SimpleNamespace(context=SimpleNamespace(num_tokens=num_tokens))
-    return ForwardRequest((row,) * num_rows, "denoise")
+    return Forward((row,) * num_rows, "denoise")
 
 
-def job(request: Any, waiting_since: float, deadline: float | None = None, submitted: float = 0.0) -> Job:
-    made = Job(session=None, inputs=None, deadline=deadline, submitted=submitted)  # type: ignore[arg-type]
+def job(request: Any, waiting_since: float, deadline: float | None = None, submitted: float = 0.0) -> Tick:
+    session: Any = SimpleNamespace()
+    made = Tick(session, Future(), deadline=deadline, submitted=submitted)
     made.request, made.waiting_since = request, waiting_since
     return made
 
@@ -29,7 +31,7 @@ def test_forwards_of_different_ticks_share_a_batch_up_to_the_limits() -> None:
 
 
 def test_the_longest_waiting_leads_and_only_its_kind_joins() -> None:
-    text, video = EncodeRequest("text", None), EncodeRequest("video", None)
+    text, video = Encode("text", None), Encode("video", None)
     jobs = [job(forward(), 3), job(video, 1), job(text, 2), job(video, 5)]
     assert Scheduler(8, 1000).next_batch(jobs) == [jobs[1], jobs[3]]
 

@@ -21,8 +21,8 @@ def engine() -> Iterator[Engine]:
     engine = make_toy_engine(ToyModel("slide"), max_sessions=2)
     yield engine
     engine.shutdown()
-    engine.cache.pool.check()
-    assert engine.cache.pool.num_used == 0
+    engine.core.cache.pool.check()
+    assert engine.core.cache.pool.num_used == 0
 
 
 def held(engine: Engine, session: Any, hold: threading.Event) -> Any:
@@ -39,7 +39,7 @@ def test_more_robots_than_room_tick_at_once_and_all_are_answered(engine: Engine)
         futures = [engine.submit(session, ToyInputs(float(number))) for session in sessions]
         for future in futures:
             future.result(10)
-    assert {session.num_chunks for session in sessions} == {4}
+    assert {engine.describe(session).num_chunks for session in sessions} == {4}
     assert engine.stats().num_parked == 3
 
 
@@ -68,7 +68,7 @@ def test_a_waiting_tick_is_not_starved_by_ticks_that_came_later(engine: Engine) 
 
 def test_a_newcomer_does_not_take_the_room_that_a_tick_waits_for(engine: Engine) -> None:
     first, second, third = (engine.open_session() for _ in range(3))
-    assert first.parked is not None
+    assert engine.describe(first).parked
     hold = threading.Event()
     running = [held(engine, session, hold) for session in (second,)]
     running.append(engine.submit(third, ToyInputs(1.0)))

@@ -7,7 +7,7 @@ all numbers it could see, its draft's own included. Failures and pauses can be a
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +16,15 @@ import torch
 from worldkv.attention.reference import ReferenceBackend
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.kv.cache import KVCache
-from worldkv.kv.spec import KVSpec
+from worldkv.kv.spec import KVSpec, Step
 from worldkv.kv.state import KVState
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import Window, WindowPolicy
-from worldkv.models.base import EncodeRequest, ForwardRequest
+from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row
 
 BRANCHES = ("left", "right")
 CHUNK, DRAFT_TOKENS, TEXT_TOKENS, LAYERS = 3, 2, 5, 2
+TICK = (Step(1, commits=True), Step(1, num_draft_tokens=DRAFT_TOKENS))
 DRAFT = 0.5  # what a draft writes, video and draft-only tokens alike
 
 
@@ -42,18 +43,12 @@ class ToyInputs:
 class ToyResult:
     averages: tuple[float, ...]
     restarted: bool
-    timings: dict[str, float] = field(default_factory=dict)
-    blocks_used: int = 0
-    blocks_free: int = 0
 
 
 @dataclass(frozen=True)
 class ToyRow:
-    context: Any
-    conditioning: Any
     number: float
-    num_draft_tokens: int
-    inputs: ToyInputs
+    tick: ToyInputs
 
 
 class Injected(RuntimeError):
@@ -68,49 +63,57 @@ class ToyModel:
             head_dim=2,
             window=Window(CHUNK, window, sink, policy),
             branches=BRANCHES,
-            max_draft_tokens=DRAFT_TOKENS,
+            ticks=(TICK,),
+            restarts=(TICK,),
             conditioning={"text": TEXT_TOKENS},
             entries_per_session={"text": 1},
         )
 
-    def new_rollout(self) -> int | None:
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard("toy", "two layers", 0, self.spec.window.max_chunks, {})
+
+    def new_state(self, old: int | None = None) -> int | None:
         return None  # the last prompt
 
-    def tick(
-        self, cache: KVCache, kv: KVState, rollout: int | None, inputs: ToyInputs
-    ) -> Generator[Any, Any, tuple[ToyResult, int]]:
+    def fake_inputs(self, first: bool) -> ToyInputs:
+        return ToyInputs(0.0)
+
+    def program(self, kv: KVState, state: int | None, inputs: ToyInputs) -> Program[ToyResult, int | None]:
         if inputs.fail_at == "begin":
             raise Injected("begin")
-        restart = rollout != inputs.prompt
+        restart = state != inputs.prompt
         if self.spec.window.policy == "reset":
             restart = restart or not self.spec.window.has_room(kv.branches["left"].num_chunks, 2)
         if restart:
-            kv.reset(keep=("text",) if rollout == inputs.prompt else ())
-        if rollout != inputs.prompt:
+            kv.reset(keep=("text",) if state == inputs.prompt else ())
+        if state != inputs.prompt:
             key = f"text {inputs.prompt}"
-            entry = cache.conditioning.acquire(key)
+            entry = kv.cache.conditioning.acquire(key)
             if entry is None:
-                value = yield EncodeRequest("text", inputs)
+                value = yield Encode("text", inputs)
                 tokens = torch.full((TEXT_TOKENS, 1, 2), value, dtype=torch.float64)
-                entry = cache.conditioning.publish(key, TEXT_TOKENS, [(tokens, tokens)] * LAYERS)
+                entry = kv.cache.conditioning.publish(key, TEXT_TOKENS, [(tokens, tokens)] * LAYERS)
             for branch in BRANCHES:
-                kv.set_conditioning(branch, "text", cache.conditioning.share(entry))
-            cache.conditioning.release(entry)
+                kv.set_conditioning(branch, "text", kv.cache.conditioning.share(entry))
+            kv.cache.conditioning.release(entry)
         yield self._forward(kv, inputs, inputs.number, commit=True)
         draft = self._forward(kv, inputs, DRAFT, commit=False)
         first = yield draft
         second = yield draft
         assert first == second, "a repeated draft changed something"
         kv.abandon()
-        return ToyResult(tuple(second), restart), inputs.prompt
+        return Outcome(ToyResult(tuple(second), restart), inputs.prompt)
 
-    def _forward(self, kv: KVState, inputs: ToyInputs, number: float, *, commit: bool) -> ForwardRequest:
+    def _forward(self, kv: KVState, inputs: ToyInputs, number: float, *, commit: bool) -> Forward:
         extra = 0 if commit else DRAFT_TOKENS
-        rows: Any = tuple(
-            ToyRow(kv.prepare(branch, CHUNK, commit), kv.conditioning(branch), number + sign(branch), extra, inputs)
+        rows = tuple(
+            Row(
+                kv.prepare(branch, CHUNK, commit), kv.conditioning(branch), extra, ToyRow(number + sign(branch), inputs)
+            )
             for branch in BRANCHES
         )
-        return ForwardRequest(rows, "commit" if commit else "denoise")
+        return Forward(rows, "commit" if commit else "denoise")
 
     def encode(self, encoder: str, payloads: Sequence[ToyInputs]) -> list[float]:
         for inputs in payloads:
@@ -118,10 +121,12 @@ class ToyModel:
                 raise Injected("encode")
         return [100.0 + inputs.prompt for inputs in payloads]
 
-    def forward(self, cache: KVCache, rows: Sequence[ToyRow]) -> list[float]:
-        made = [row.context.activate(row.num_draft_tokens) for row in rows]
+    def forward(self, cache: KVCache, rows: Sequence[Row[ToyRow]]) -> list[float]:
+        made = [row.activate() for row in rows]
         plan = cache.backend.plan(cache.storage, made)
-        values = torch.cat([torch.full((m.num_queries, 1, 2), r.number) for m, r in zip(made, rows, strict=True)])
+        values = torch.cat(
+            [torch.full((m.num_queries, 1, 2), r.inputs.number) for m, r in zip(made, rows, strict=True)]
+        )
         values = values.to(torch.float64)
         for layer in range(LAYERS):
             out = plan.run(layer, torch.zeros_like(values), values + layer, values + layer)
@@ -131,13 +136,13 @@ class ToyModel:
         ends = torch.tensor([m.num_queries for m in made]).cumsum(0) - 1
         return [float(out[end, 0, 0]) + float(t) for end, t in zip(ends, text, strict=True)]
 
-    def _misbehave(self, rows: Sequence[ToyRow]) -> None:
+    def _misbehave(self, rows: Sequence[Row[ToyRow]]) -> None:
         for row in rows:
-            if row.inputs.hold is not None:
-                row.inputs.held.set()
-                row.inputs.hold.wait(10)
-            if row.inputs.fail_at == ("commit" if row.context.commits else "draft"):
-                raise Injected(row.inputs.fail_at)
+            if row.inputs.tick.hold is not None:
+                row.inputs.tick.held.set()
+                row.inputs.tick.hold.wait(10)
+            if row.inputs.tick.fail_at == ("commit" if row.context.commits else "draft"):
+                raise Injected(row.inputs.tick.fail_at)
 
 
 def sign(branch: str) -> float:
@@ -152,7 +157,9 @@ def expected_average(visible: Sequence[float], prompt: int, branch: str) -> floa
     return sum(tokens) / len(tokens) + (LAYERS - 1) + 100.0 + prompt
 
 
-def make_toy_engine(model: ToyModel, *, block_size: int = 4, num_blocks: int | None = None, **options: Any) -> Engine:
+def make_toy_engine(
+    model: ToyModel, *, block_size: int = 4, num_blocks: int | None = None, **options: Any
+) -> Engine[ToyInputs, int | None, ToyResult]:
     config = EngineConfig(block_size=block_size, **options)
     if num_blocks is None:
         num_blocks = config.max_sessions * model.spec.blocks_per_session(block_size)

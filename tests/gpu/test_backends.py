@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 from worldkv.attention.backend import load_backend  # noqa: E402
-from worldkv.kv.forward import AttentionRow  # noqa: E402
+from worldkv.kv.row import AttentionRow  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
 from worldkv.kv.window import Window  # noqa: E402

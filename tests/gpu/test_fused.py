@@ -14,7 +14,10 @@ pytest.importorskip("diffusers")
 
 from engines import make_engine, make_inputs  # noqa: E402
 
-from worldkv.models import kernels  # noqa: E402
+from worldkv.kv.spec import KVSpec  # noqa: E402
+from worldkv.kv.storage import KVStorage  # noqa: E402
+from worldkv.kv.window import Window  # noqa: E402
+from worldkv.models.wan import kernels  # noqa: E402
 from worldkv.models.wan.fused import FusedBlocks  # noqa: E402
 from worldkv.models.wan.graphs import GraphedBlocks  # noqa: E402
 
@@ -63,8 +66,9 @@ def test_norm_rotate_write(dtype: Any, heads: int, head_dim: int) -> None:
     slots = torch.randperm(64)[:tokens]
 
     def run(device: str) -> list[Any]:
-        pools = [torch.zeros(64, heads, head_dim, dtype=dtype, device=device) for _ in range(2)]
-        return [kernels.norm_rotate_write(*(t.to(device) for t in given), *pools, slots.to(device), 1e-6), *pools]
+        storage = KVStorage(KVSpec(1, heads, head_dim, Window(1, 1), ("a",)), 4, 16, device, dtype)
+        q = kernels.norm_rotate_write(*(t.to(device) for t in given), storage, 0, slots.to(device), 1e-6)
+        return [q, *storage.slots(0)]
 
     for ours, expected in zip(run("cuda"), run("cpu"), strict=True):
         assert relative_error(ours, expected) < TOLERANCE[dtype]
@@ -83,7 +87,7 @@ def episode(blocks: str, kind: str, num_ticks: int = 10, window_policy: str = "r
     """Two sessions ticking out of step, over more than two windows, in bfloat16 through cuDNN."""
     options = {"device": "cuda", "dtype": torch.bfloat16, "attention": "cudnn", "window_policy": window_policy}
     engine = make_engine(kind, block_size=16, max_rows=4, **options)
-    dit = engine.model._dit
+    dit = engine.model.dit
     if blocks == "fused":
         dit.run_blocks = dit.run_blocks._blocks
     elif blocks == "plain":

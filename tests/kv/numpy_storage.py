@@ -6,13 +6,15 @@ Tokens are plain numbers, so that what a forward sees can be read off: token t h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from worldkv.kv.block_table import blocks_for
+from worldkv.kv.branch import ForwardContext
 from worldkv.kv.cache import KVCache
-from worldkv.kv.forward import AttentionRow, ForwardContext
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
 from worldkv.kv.window import Window
@@ -67,7 +69,7 @@ def make_spec(
     policy: str = "slide",
     num_layers: int = 2,
     conditioning: dict[str, int] | None = None,
-    **sizes: int,
+    **sizes: Any,
 ) -> KVSpec:
     """A spec with one head of one number; `sizes` are KVSpec's own fields."""
     return KVSpec(

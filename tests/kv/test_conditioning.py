@@ -12,13 +12,13 @@ from worldkv.errors import ConditioningMissing, OutOfBlocks
 from worldkv.kv.cache import KVCache
 from worldkv.kv.conditioning import ConditioningEntry
 
-HALVES = {"text": 20, "image": 5}
+KINDS = {"text": 20, "image": 5}
 BLOCKS = {"text": 2, "image": 1}
 
 
 @pytest.fixture
 def cache() -> KVCache:
-    return make_cache(make_spec(conditioning=HALVES), num_blocks=8)
+    return make_cache(make_spec(conditioning=KINDS), num_blocks=8)
 
 
 def layers(num_tokens: int, first: float = 0.0, num_layers: int = 2) -> Iterator[tuple[Tokens, Tokens]]:
@@ -26,8 +26,8 @@ def layers(num_tokens: int, first: float = 0.0, num_layers: int = 2) -> Iterator
         yield as_kv(first + np.arange(num_tokens), layer)
 
 
-def publish(cache: KVCache, half: str, key: str | None = None) -> ConditioningEntry:
-    return cache.conditioning.publish(key or half, HALVES[half], layers(HALVES[half]))
+def publish(cache: KVCache, kind: str, key: str | None = None) -> ConditioningEntry:
+    return cache.conditioning.publish(key or kind, KINDS[kind], layers(KINDS[kind]))
 
 
 def test_a_published_half_reads_back_through_a_read_only_row(cache: KVCache) -> None:
@@ -42,7 +42,7 @@ def test_equal_conditioning_is_projected_and_stored_once(cache: KVCache) -> None
     first = publish(cache, "text")
 
     def never() -> Iterator[tuple[Tokens, Tokens]]:
-        pytest.fail("the half is stored and was projected again")
+        pytest.fail("the entry is stored and was projected again")
         yield
 
     assert cache.conditioning.publish("text", 20, never()) is first
@@ -138,15 +138,15 @@ def test_replacing_a_half_releases_the_one_before(cache: KVCache) -> None:
 
 def test_a_half_that_the_spec_does_not_have_is_refused(cache: KVCache) -> None:
     entry = publish(cache, "text")
-    with pytest.raises(ValueError, match=r"half: expected one of \['text', 'image'\], got 'audio'"):
+    with pytest.raises(ValueError, match=r"kind: expected one of \['text', 'image'\], got 'audio'"):
         cache.create_state().set_conditioning("conditional", "audio", entry)
 
 
 def test_reset_drops_both_halves_or_keeps_the_text_half_on_request(cache: KVCache) -> None:
     state = cache.create_state()
     for branch in state.branches:
-        for half in HALVES:
-            state.set_conditioning(branch, half, publish(cache, half))
+        for kind in KINDS:
+            state.set_conditioning(branch, kind, publish(cache, kind))
     assert cache.pool.num_used == 3
     state.reset(keep=("text",))
     assert ["text" in cache.conditioning, "image" in cache.conditioning] == [True, False]

@@ -12,42 +12,58 @@ from numpy_storage import make_cache, make_spec
 
 from worldkv.errors import OutOfBlocks
 from worldkv.kv.cache import KVCache
-from worldkv.kv.spec import KVSpec
+from worldkv.kv.footprint import Tick, chunks_committed, chunks_reached
+from worldkv.kv.spec import KVSpec, Step
 from worldkv.kv.state import KVState
+from worldkv.kv.window import Window
 
 BRANCH = "conditional"
 
 
 @dataclass(frozen=True)
-class Tick:
+class Played:
     """One tick of a branch, as an engine runs it."""
 
-    observed: int
-    drafted: int
+    steps: Tick
     restarts: bool = False
     fails: bool = False
 
 
-def spec_of(chunk_size: int, window: int, sink: int, policy: str, **sizes: int) -> KVSpec:
+def observing(observed: int, drafted: int, num_draft_tokens: int = 25) -> Tick:
+    """DreamZero's: what was observed is committed, then the next chunks are drafted, with actions."""
+    return Step(observed, commits=True), Step(drafted, num_draft_tokens=num_draft_tokens)
+
+
+def dreamzero_ticks(num_chunks: int, restart: int = 1, num_draft_tokens: int = 25) -> dict[str, Any]:
+    return {
+        "ticks": tuple(observing(n, num_chunks, num_draft_tokens) for n in range(1, num_chunks + 1)),
+        "restarts": (observing(restart, num_chunks, num_draft_tokens),),
+    }
+
+
+def spec_of(chunk_size: int, window: int, sink: int, policy: str, **sizes: Any) -> KVSpec:
     return make_spec(chunk_size, window, sink, policy, num_layers=0, **sizes)
 
 
-def play(cache: KVCache, state: KVState, tick: Tick) -> int:
-    """Run a tick and return the most blocks that were held while it ran; no K/V is written."""
-    spec, size = cache.spec, cache.spec.chunk_size
+def play(cache: KVCache, state: KVState, tick: Played) -> int:
+    """Run a tick and return the most blocks that were held while it ran; no K/V is written.
+
+    Where it does not fit or nothing is there to follow, a restart runs instead, if the spec has one.
+    """
+    spec, size, steps = cache.spec, cache.spec.chunk_size, tick.steps
     history = state.branches[BRANCH].num_chunks
-    is_full = spec.window.policy == "reset" and not spec.window.has_room(history, tick.observed + tick.drafted)
-    rollback = state.snapshot()
-    observed = tick.observed
-    if tick.restarts or is_full or history == 0:
+    is_full = spec.window.policy == "reset" and not spec.window.has_room(history, chunks_reached(steps))
+    if is_full and not spec.restarts:
+        return 0
+    rollback, peak = state.snapshot(), 0
+    if spec.restarts and (tick.restarts or is_full or history == 0):
         state.reset()
-        observed = spec.restart_chunks
-    state.prepare(BRANCH, observed * size, commit=True).activate()
-    peak = cache.pool.num_used
-    state.commit(BRANCH)
-    for _ in range(2):  # denoising steps
-        state.prepare(BRANCH, tick.drafted * size, commit=False).activate(spec.max_draft_tokens)
-        peak = max(peak, cache.pool.num_used)
+        steps = spec.restarts[0]
+    for step in steps:
+        for _ in range(1 if step.commits else 2):  # denoising steps
+            state.prepare(BRANCH, step.num_chunks * size, step.commits).activate(step.num_draft_tokens)
+            peak = max(peak, cache.pool.num_used)
+        state.commit(BRANCH)
     state.abandon()
     if tick.fails:
         state.restore(rollback)
@@ -67,9 +83,7 @@ def specs(draw: st.DrawFn) -> tuple[KVSpec, int]:
         window,
         sink,
         policy,
-        max_chunks_per_forward=num_chunks,
-        max_draft_tokens=draw(st.sampled_from((0, 1, 9, 25, 70))),
-        restart_chunks=restart,
+        **dreamzero_ticks(num_chunks, restart, draw(st.sampled_from((0, 1, 9, 25, 70)))),
     )
     return spec, draw(st.sampled_from((4, 16, 64, 128)))
 
@@ -81,12 +95,16 @@ def test_no_sequence_of_ticks_holds_more_blocks_than_the_bound(sized: tuple[KVSp
     bound = spec.blocks_per_branch(block_size)
     cache = make_cache(spec, num_blocks=bound, block_size=block_size)  # OutOfBlocks would say that the bound is wrong
     state = cache.create_state((BRANCH,))
-    num_chunks = spec.max_chunks_per_forward
+    num_chunks, num_draft_tokens = len(spec.ticks), spec.ticks[0][1].num_draft_tokens
     ticks = st.builds(
-        Tick,
-        observed=st.integers(1, num_chunks),
-        # under `reset` the drafts are always whole: what they need is what the restart makes room for
-        drafted=st.just(num_chunks) if spec.window.policy == "reset" else st.integers(1, num_chunks),
+        Played,
+        steps=st.builds(
+            observing,
+            observed=st.integers(1, num_chunks),
+            # under `reset` the drafts are always whole: what they need is what the restart makes room for
+            drafted=st.just(num_chunks) if spec.window.policy == "reset" else st.integers(1, num_chunks),
+            num_draft_tokens=st.just(num_draft_tokens),
+        ),
         restarts=st.sampled_from((False, False, False, True)),
         fails=st.booleans(),
     )
@@ -111,22 +129,146 @@ def test_no_sequence_of_ticks_holds_more_blocks_than_the_bound(sized: tuple[KVSp
 def test_the_bound_is_reached_by_a_rollout_of_dreamzero_s_window(
     policy: str, chunk_size: int, block_size: int, expected: int
 ) -> None:
-    spec = spec_of(chunk_size, 9, 0, policy, max_chunks_per_forward=2, max_draft_tokens=25)
+    spec = spec_of(chunk_size, 9, 0, policy, **dreamzero_ticks(2))
     bound = spec.blocks_per_branch(block_size)
     cache = make_cache(spec, num_blocks=bound, block_size=block_size)
     state = cache.create_state((BRANCH,))
-    rollout = [Tick(observed=2, drafted=2) for _ in range(40)]
+    rollout = [Played(observing(2, 2)) for _ in range(40)]
     assert max(play(cache, state, tick) for tick in rollout) == bound == expected
 
 
 def test_a_pool_one_block_smaller_than_the_bound_runs_out() -> None:
-    spec = spec_of(880, 9, 0, "reset", max_chunks_per_forward=2, max_draft_tokens=25)
+    spec = spec_of(880, 9, 0, "reset", **dreamzero_ticks(2))
     cache = make_cache(spec, num_blocks=spec.blocks_per_branch(128) - 1, block_size=128)
     state = cache.create_state((BRANCH,))
-    ticks = [Tick(observed=2, drafted=2)] * 5  # the fifth finds the window full
+    ticks = [Played(observing(2, 2))] * 5  # the fifth finds the window full
     assert max(play(cache, state, tick) for tick in ticks[:4]) < 70
     with pytest.raises(OutOfBlocks, match="no room for 1785 tokens"):
         play(cache, state, ticks[4])
+
+
+SELF_FORCING = (Step(3), Step(3, commits=True))  # denoised, then written again as it is to be read
+
+
+@pytest.mark.parametrize(
+    ("window", "sink", "policy", "expected"),
+    [
+        (21, 0, "slide", 256 + 38),  # the full ring, and the blocks that three frames touch once more
+        (9, 3, "slide", 147 + 38),
+        (
+            21,
+            0,
+            "reset",
+            256 + 1,
+        ),  # the last tick fills the window and copies the block that it shares with the history
+    ],
+)
+def test_a_tick_that_drafts_its_chunks_and_then_commits_them_is_charged_for_them_once(
+    window: int, sink: int, policy: str, expected: int
+) -> None:
+    spec = spec_of(1560, window, sink, policy, ticks=(SELF_FORCING,))
+    bound = spec.blocks_per_branch(128)
+    cache = make_cache(spec, num_blocks=bound, block_size=128)
+    state = cache.create_state((BRANCH,))
+    assert max(play(cache, state, Played(SELF_FORCING)) for _ in range(40)) == bound == expected
+
+
+@st.composite
+def any_specs(draw: st.DrawFn) -> tuple[KVSpec, int]:
+    steps = st.builds(Step, st.integers(1, 3), st.booleans(), st.sampled_from((0, 0, 1, 9)))
+    tick = st.lists(steps, min_size=1, max_size=3).map(tuple)
+    ticks = tuple(draw(st.lists(tick, min_size=1, max_size=2)))
+    restarts = tuple(draw(st.lists(tick, max_size=2)))
+    window = draw(st.integers(max(map(chunks_reached, ticks + restarts)), 11))
+    sink, policy = draw(st.integers(0, 2)), draw(st.sampled_from(("reset", "slide")))
+    spec = spec_of(draw(st.sampled_from((1, 6, 20))), window, sink, policy, ticks=ticks, restarts=restarts)
+    return spec, draw(st.sampled_from((4, 16)))
+
+
+@given(any_specs())
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+def test_the_bound_is_the_most_that_any_sequence_of_ticks_holds(sized: tuple[KVSpec, int]) -> None:
+    spec, block_size = sized
+    window, slides = spec.window, spec.window.policy == "slide"
+    cache = make_cache(spec, num_blocks=400, block_size=block_size)
+    paths: dict[int, tuple[tuple[Tick, bool], ...]] = {0: ()}  # how to come to each length of history
+    most, waiting = 0, [0]
+    for length in waiting:
+        for tick, restarts in [(t, True) for t in spec.restarts] + [(t, False) for t in spec.ticks]:
+            if not restarts and not slides and not window.has_room(length, chunks_reached(tick)):
+                continue
+            state = cache.create_state((BRANCH,))
+            for path in (*paths[length], (tick, restarts)):
+                peak = play_as_it_is(cache, state, *path)
+            most = max(most, peak)
+            after = state.branches[BRANCH].num_chunks
+            assert after == (0 if restarts else length) + chunks_committed(tick)
+            if after not in paths and after <= window.max_chunks + 2 * window.window:
+                paths[after] = (*paths[length], (tick, restarts))
+                waiting.append(after)
+            state.close()
+    assert spec.blocks_per_branch(block_size) == most
+
+
+def play_as_it_is(cache: KVCache, state: KVState, steps: Tick, restarts: bool) -> int:
+    """A tick without a choice: it restarts or it does not."""
+    rollback, peak = state.snapshot(), 0
+    if restarts:
+        state.reset()
+    for step in steps:
+        state.prepare(BRANCH, step.num_chunks * cache.spec.chunk_size, step.commits).activate(step.num_draft_tokens)
+        peak = max(peak, cache.pool.num_used)
+        state.commit(BRANCH)
+    state.abandon()
+    rollback.release()
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("window", "ticks", "restarts", "message"),
+    [
+        (Window(4, 2), ((Step(3),),), (), r"ticks: expected forwards of 1 to 2 chunks \(the window\), got 3"),
+        (Window(4, 2), ((Step(1),),), ((Step(3),),), r"restarts: expected forwards of 1 to 2 chunks .*, got 3"),
+        (Window(4, 2), (), (), "ticks: expected at least one kind of tick, got none"),
+        (Window(4, 2), ((),), (), "ticks: expected at least one forward in each tick, got none"),
+        (
+            Window(4, 3, policy="reset"),
+            (observing(2, 2),),
+            (observing(2, 2),),
+            "restarts: a tick of 4 chunks does not fit an empty window of 3; expected a larger window",
+        ),
+        (
+            Window(4, 3, policy="reset"),
+            (observing(2, 2),),
+            (),
+            "ticks: a tick of 4 chunks does not fit an empty window",
+        ),
+    ],
+)
+def test_ticks_that_no_window_has_room_for_are_refused(
+    window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVSpec(1, 1, 1, window, (BRANCH,), ticks, restarts)
+
+
+def test_under_reset_a_tick_that_never_fits_is_no_error_where_a_restart_takes_its_place() -> None:
+    spec = spec_of(4, 3, 0, "reset", ticks=(observing(2, 2),), restarts=(observing(1, 2),))
+    assert spec.blocks_per_branch(4) == spec_of(
+        4, 3, 0, "reset", ticks=(observing(1, 2),), restarts=(observing(1, 2),)
+    ).blocks_per_branch(4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_chunks": 0}, "num_chunks: expected at least 1, got 0"),
+        ({"num_chunks": 1, "num_draft_tokens": -1}, "num_draft_tokens: expected 0 or more, got -1"),
+    ],
+)
+def test_a_step_without_a_chunk_or_with_less_than_no_tokens_is_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Step(**sizes)
 
 
 def test_bytes_count_k_and_v_of_every_layer_and_head() -> None:

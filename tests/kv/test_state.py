@@ -20,7 +20,7 @@ from numpy_storage import (
 from worldkv.errors import OutOfBlocks
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.cache import KVCache
-from worldkv.kv.state import BranchState, KVState
+from worldkv.kv.state import KVState
 
 CHUNK = 6
 BRANCHES = ("conditional", "unconditional")
@@ -102,20 +102,14 @@ def test_one_draft_context_may_be_written_again_and_again(cache: KVCache) -> Non
         np.testing.assert_array_equal(seen(cache, row), np.concatenate([chunks(0, 1), chunks(5 + step, 6 + step)]))
 
 
-def test_commit_advances_chunk_by_chunk(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_advances_its_branch_by_all_chunks_and_the_state_counts_the_longest_branch(cache: KVCache) -> None:
     state = cache.create_state()
-    counts: list[int] = []
-    branch = state.branches["conditional"]
-
-    def watch(self: BranchState, name: str, value: int) -> None:
-        if name == "num_chunks":
-            counts.append(value)
-        object.__setattr__(self, name, value)
-
-    monkeypatch.setattr(BranchState, "__setattr__", watch)
+    assert state.num_chunks == 0
     commit(cache, state, "conditional", chunks(0, 3))
-    assert counts == [1, 2, 3]
-    assert branch.num_tokens == 3 * CHUNK
+    commit(cache, state, "unconditional", chunks(0, 1))
+    assert state.branches["conditional"].num_tokens == 3 * CHUNK
+    assert [state.branches[name].num_chunks for name in BRANCHES] == [3, 1]
+    assert state.num_chunks == 3
 
 
 def test_a_commit_writes_all_layers_first_and_the_count_last(cache: KVCache) -> None:

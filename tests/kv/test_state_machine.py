@@ -24,12 +24,13 @@ from numpy_storage import (
 
 from worldkv.errors import OutOfBlocks
 from worldkv.kv.block_table import BlockTable, blocks_for
-from worldkv.kv.forward import AttentionRow, ForwardContext
+from worldkv.kv.branch import ForwardContext
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.state import KVSnapshot, KVState
 from worldkv.kv.window import Window
 
 BRANCHES = ("conditional", "unconditional")
-HALVES = {"text": 5, "image": 3}
+KINDS = {"text": 5, "image": 3}
 
 
 @dataclass
@@ -37,10 +38,10 @@ class Expected:
     """What a branch should hold."""
 
     chunks: list[Tokens] = field(default_factory=list)  # all that were committed since the last reset
-    halves: dict[str, str] = field(default_factory=dict)  # half -> key
+    kinds: dict[str, str] = field(default_factory=dict)  # kind -> key
 
     def copy(self) -> Expected:
-        return Expected(list(self.chunks), dict(self.halves))
+        return Expected(list(self.chunks), dict(self.kinds))
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Sessions(RuleBasedStateMachine):
     )
     def open(self, chunk_size: int, window: int, sink: int, policy: str, block_size: int, num_windows: int) -> None:
         sink += policy == "reset" and sink + window < 2  # room for a restart and a forward after it
-        self.spec = make_spec(chunk_size, window, sink, policy, conditioning=HALVES)
+        self.spec = make_spec(chunk_size, window, sink, policy, conditioning=KINDS)
         self.window = self.spec.window
         full = blocks_for((sink + window) * chunk_size, block_size)
         self.cache = make_cache(self.spec, max(4, num_windows * full), block_size)
@@ -168,21 +169,21 @@ class Sessions(RuleBasedStateMachine):
 
     # conditioning
 
-    @rule(i=sessions, branch=branches, half=st.sampled_from(tuple(HALVES)), name=st.integers(1, 3), fails=st.booleans())
-    def condition(self, i: int, branch: str, half: str, name: int, fails: bool) -> None:
-        key, num_free = f"{half}{name}", self.cache.pool.num_free
+    @rule(i=sessions, branch=branches, kind=st.sampled_from(tuple(KINDS)), name=st.integers(1, 3), fails=st.booleans())
+    def condition(self, i: int, branch: str, kind: str, name: int, fails: bool) -> None:
+        key, num_free = f"{kind}{name}", self.cache.pool.num_free
         was_stored = key in self.cache.conditioning
-        layers = [as_kv(1e6 * name + np.arange(HALVES[half]), layer) for layer in range(2 - fails)]
+        layers = [as_kv(1e6 * name + np.arange(KINDS[kind]), layer) for layer in range(2 - fails)]
         try:
-            entry = self.cache.conditioning.publish(key, HALVES[half], layers)
+            entry = self.cache.conditioning.publish(key, KINDS[kind], layers)
         except (OutOfBlocks, ValueError):
             assert not was_stored
-            assert fails or num_free < blocks_for(HALVES[half], self.cache.storage.block_size)
+            assert fails or num_free < blocks_for(KINDS[kind], self.cache.storage.block_size)
             assert self.cache.pool.num_free == num_free
             return
         session = self.open_sessions[i]
-        session.state.set_conditioning(branch, half, entry)
-        session.expected[branch].halves[half] = key
+        session.state.set_conditioning(branch, kind, entry)
+        session.expected[branch].kinds[kind] = key
 
     # life cycle
 
@@ -227,7 +228,7 @@ class Sessions(RuleBasedStateMachine):
         session.pending.clear()
         for expected in session.expected.values():
             expected.chunks = []
-            expected.halves = {half: key for half, key in expected.halves.items() if keep_text and half == "text"}
+            expected.kinds = {kind: key for kind, key in expected.kinds.items() if keep_text and kind == "text"}
 
     @rule(i=sessions)
     def close_and_open(self, i: int) -> None:
@@ -278,7 +279,7 @@ class Sessions(RuleBasedStateMachine):
                 assert branch.num_chunks == len(expected.chunks)
                 tokens = joined(visible(self.window, expected.chunks))
                 np.testing.assert_array_equal(history(self.cache, session.state, name), tokens)
-                assert {half: entry.key for half, entry in branch.conditioning.items()} == expected.halves
+                assert {kind: entry.key for kind, entry in branch.conditioning.items()} == expected.kinds
                 for entry in branch.conditioning.values():
                     k, v = self.cache.storage.gather(0, entry.blocks, np.arange(entry.num_tokens))
                     tokens = 1e6 * int(entry.key[-1]) + np.arange(entry.num_tokens)
@@ -293,7 +294,7 @@ class Sessions(RuleBasedStateMachine):
                 k, v = self.cache.storage.gather(1, np.asarray(branch.table.blocks, dtype=np.int32), slots)
                 tokens = np.sort(joined(visible(self.window, expected.chunks)))
                 np.testing.assert_array_equal(np.sort(from_kv(k, v, 1)), tokens)  # type: ignore[arg-type]
-                assert {half: entry.key for half, entry in branch.conditioning.items()} == expected.halves
+                assert {kind: entry.key for kind, entry in branch.conditioning.items()} == expected.kinds
 
     @invariant()
     def a_forward_sees_its_window_and_its_own_tokens(self) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy_storage import make_spec
 
 torch = pytest.importorskip("torch")
 
+from worldkv.kv.pages import PageFormat  # noqa: E402
+from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
+from worldkv.kv.window import Window  # noqa: E402
 
 LAYERS = range(2)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.float8_e4m3fn)
 
 
 @pytest.fixture
@@ -86,3 +92,36 @@ def test_gather_follows_the_block_table_and_gives_copies(storage: KVStorage) -> 
     k.zero_()
     assert storage.k[1][5, 1].item() != 0.0
     assert storage.gather(1, np.asarray([], dtype=np.int32), np.asarray([], dtype=np.int64))[0].shape == (0, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_written_to_their_slots_in_the_cache_s_numbers_and_nowhere_else(dtype: Any) -> None:
+    storage = KVStorage(make_spec(), num_blocks=6, block_size=4, dtype=dtype)
+    slots, k, v = torch.tensor([9, 0, 23]), torch.randn(3, 1, 1), torch.randn(3, 1, 1)
+    storage.write(1, slots, k, v)
+    for pool, tokens in zip(storage.slots(1), (k, v), strict=True):
+        assert torch.equal(pool[slots], tokens.to(dtype))
+        assert pool.count_nonzero() == 3
+    assert not any(pool.any() for pool in storage.slots(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_format_says_what_a_block_costs(dtype: Any) -> None:
+    spec = make_spec()
+    storage = KVStorage(spec, num_blocks=6, block_size=4, dtype=dtype)
+    assert storage.bytes_per_block == storage.format.bytes_per_block(spec, 4) == storage.num_bytes // 6
+    trial = storage.like(num_layers=1, num_blocks=3)
+    assert trial.bytes_per_block == trial.num_bytes // 3
+
+
+def test_scales_cost_their_bytes_for_each_head_of_k_and_of_v() -> None:
+    spec = KVSpec(40, 40, 128, Window(880, 9), ("conditional",))
+    plain, scaled = PageFormat(torch.float8_e4m3fn), PageFormat(torch.float8_e4m3fn, scales=torch.float32)
+    assert plain.bytes_per_block(spec, 128) == 128 * 2 * 40 * 40 * 128
+    assert scaled.bytes_per_block(spec, 128) == 128 * 2 * 40 * 40 * (128 + 4)
+    assert str(scaled) == "torch.float8_e4m3fn with scales in torch.float32"
+
+
+def test_only_plain_half_precision_is_what_gpu_kernels_read() -> None:
+    assert [dtype for dtype in DTYPES if PageFormat(dtype).is_half_precision] == [torch.bfloat16, torch.float16]
+    assert not PageFormat(torch.bfloat16, scales=torch.float32).is_half_precision

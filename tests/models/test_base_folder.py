@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from worldkv.errors import CheckpointError  # noqa: E402
 from worldkv.load import load_engine  # noqa: E402
-from worldkv.models.dreamzero.checkpoint import Checkpoint  # noqa: E402
+from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors  # noqa: E402
 from worldkv.models.dreamzero.folder import DIT_PREFIX  # noqa: E402
-from worldkv.models.wan.encoders import check_all_tensors  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -77,7 +76,7 @@ def test_a_run_and_its_base_are_the_merged_model(folders: dict[str, Path]) -> No
         engine = load_engine(checkpoint)
         results.append(engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result())
         engine.shutdown()
-    assert torch.allclose(results[0].video_latents, results[1].video_latents, atol=1e-4)
+    assert torch.allclose(results[0].result.video_latents, results[1].result.video_latents, atol=1e-4)
 
 
 def test_each_part_may_come_from_a_folder_of_its_own_and_the_first_one_wins(folders: dict[str, Path]) -> None:

@@ -13,17 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worldkv.errors import CheckpointError
-from worldkv.models.dreamzero.checkpoint import (
-    Checkpoint,
-    TensorSource,
-    check_complete,
-    dit_tensor_shapes,
-    load_module,
-)
+from worldkv.models.checkpoints.modules import TensorSource, check_complete, load_module, tensor_shapes
+from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors, load_encoders, meta_dit
 from worldkv.models.dreamzero.config import dreamzero_5b, dreamzero_14b
 from worldkv.models.dreamzero.folder import DIT_PREFIX
 from worldkv.models.dreamzero.random import write_random_checkpoint
-from worldkv.models.wan.encoders import check_all_tensors, load_encoders
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = "model-00002-of-00003.safetensors"
@@ -94,11 +88,11 @@ def test_the_dits_names_and_shapes_follow_from_its_config(golden_folder: Path) -
     stored = {
         name.removeprefix(DIT_PREFIX): shape for name, shape in checkpoint.shapes.items() if name.startswith(DIT_PREFIX)
     }
-    assert dit_tensor_shapes(checkpoint.config.dit) == stored
+    assert tensor_shapes(meta_dit(checkpoint.config.dit)) == stored
 
 
 def test_the_true_models_have_the_known_numbers_of_tensors_and_parameters() -> None:
-    big, small = (dit_tensor_shapes(config.dit) for config in (dreamzero_14b(), dreamzero_5b()))
+    big, small = (tensor_shapes(meta_dit(config.dit)) for config in (dreamzero_14b(), dreamzero_5b()))
     assert len(big) == 40 * 32 + 37 == 1317
     assert len(small) == 30 * 32 + 37
     assert sum(torch.Size(s).numel() for s in big.values()) == pytest.approx(16.48e9, rel=0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,69 +13,51 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from engines import inside, make_engine, make_inputs, rest  # noqa: E402
 
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_engine  # noqa: E402
-from worldkv.models.base import batches_of_alike  # noqa: E402
-from worldkv.models.dreamzero.inputs import Prompt, TickInputs, fill_chunk  # noqa: E402
+from worldkv.models.base import Encode, Forward, Request, batches_of_alike  # noqa: E402
+from worldkv.models.dreamzero.inputs import TickInputs, fill_chunk  # noqa: E402
 from worldkv.models.dreamzero.steps import Steps  # noqa: E402
+from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, relative_error  # noqa: E402
 
 TOLERANCE = 1e-4
 
 
 def test_every_recorded_quantity_of_a_rollout_is_reproduced(golden_folder: Path) -> None:
-    golden = load_file(golden_folder / "golden.safetensors")
-    calls = json.loads((golden_folder / "calls.json").read_text())["calls"]
+    recording = GoldenRecording.open(golden_folder)
+    observer = GoldenObserver(recording)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         engine = load_engine(
             golden_folder,
             EngineConfig(block_size=16),
-            negative_prompt=prompt(golden, "unconditional"),
+            negative_prompt=recording.prompt("unconditional"),
+            observer=observer.observe,
         )
     session = engine.open_session()
-    for call in calls:
-        number, seen = call["call"], {}
-        inputs = recorded_inputs(golden, number, seen.__setitem__)
-        result = engine.submit(session, inputs).result()
+    observer.watch(engine.model, inside(engine, session).kv)
+    for call in recording.calls["calls"]:
+        observer.begin_call(call["call"])
+        result = engine.submit(session, recording.inputs(call["call"])).result().result
+        observer.end_call(result)
         assert result.start_frame == call["denoise_start_frame"]
         assert (result.restart_reason is not None) == call["reset"]
-        for name, expected in golden.items():
-            prefix, _, quantity = name.partition(".")
-            if prefix == f"call{number}" and quantity.split(".")[0] not in INPUTS:
-                error = (seen[quantity].float() - expected).norm() / expected.norm()
-                assert error < TOLERANCE, f"{name}: relative error {error:.2e}"
+    for name, expected in recording.expected(engine.model).items():
+        if not name.endswith("decoded_video"):
+            error = relative_error(observer.ours[name], expected)
+            assert error < TOLERANCE, f"{name}: relative error {error:.2e}"
     engine.shutdown()
-
-
-INPUTS = ("frames", "state", "noise_video", "noise_action", "decoded_video")
-
-
-def recorded_inputs(golden: dict[str, torch.Tensor], number: int, trace: Any) -> TickInputs:
-    return TickInputs(
-        golden[f"call{number}.frames"].numpy(),
-        golden[f"call{number}.state"][0].numpy(),
-        *prompt(golden, "conditional"),
-        noise_video=golden[f"call{number}.noise_video"],
-        noise_action=golden[f"call{number}.noise_action"],
-        trace=trace,
-    )
-
-
-def prompt(golden: dict[str, torch.Tensor], branch: str) -> Prompt:
-    return golden[f"prompt.{branch}.token_ids"].numpy(), golden[f"prompt.{branch}.attention_mask"].numpy()
 
 
 @pytest.mark.parametrize("steps", [5, 6, 7, 8, "all", "dynamic"])
 def test_a_tick_runs_the_chosen_steps(steps: Steps) -> None:
-    engine = make_engine("ti2v", steps=steps)
-    ran: set[str] = set()
-    inputs = make_inputs(engine, 0, 1, trace=lambda name, tensor: ran.add(name.split(".")[0]))
-    result = engine.submit(engine.open_session(), inputs).result()
-    num_steps = len([name for name in ran if name.startswith("step")])
+    ran: list[Request] = []
+    engine = make_engine("ti2v", steps=steps, observer=lambda kv, request, result: ran.append(request))
+    result = engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result().result
+    num_steps = len([request for request in ran if isinstance(request, Forward) and request.stage == "denoise"])
     assert np.isfinite(result.actions).all()
     assert num_steps == {"all": 16}.get(str(steps), num_steps if steps == "dynamic" else steps)
     assert num_steps >= 2
@@ -102,11 +83,11 @@ def test_a_restart_on_four_frames_begins_with_the_newest() -> None:
     engine = make_engine("ti2v")
     session = engine.open_session()
     many = make_inputs(engine, 0, 4)
-    from_four = engine.submit(session, many).result()
+    from_four = engine.submit(session, many).result().result
     engine.reset(session)
     newest = make_inputs(engine, 0, 1)
     newest = TickInputs(many.frames[-1:], many.state, newest.token_ids, newest.attention_mask)
-    assert np.array_equal(from_four.actions, engine.submit(session, newest).result().actions)
+    assert np.array_equal(from_four.actions, engine.submit(session, newest).result().result.actions)
     engine.shutdown()
 
 
@@ -114,11 +95,11 @@ def test_a_restart_on_four_frames_begins_with_the_newest() -> None:
 def test_an_imagined_rollout_feeds_predictions_back_past_a_window_restart(kind: str) -> None:
     engine = make_engine(kind, block_size=16)
     session = engine.open_session()
-    first = engine.submit(session, make_inputs(engine, 0, 1)).result()
+    first = engine.submit(session, make_inputs(engine, 0, 1)).result().result
     dream = dataclasses.replace(make_inputs(engine, 1), frames=None)
     given = dataclasses.replace(dream, latents=first.video_latents)
-    by_hand = engine.submit(engine.fork(session), given).result()
-    results = [engine.submit(session, dream).result() for _ in range(5)]
+    by_hand = engine.submit(engine.fork(session), given).result().result
+    results = [engine.submit(session, dream).result().result for _ in range(5)]
     assert torch.equal(results[0].observed_latents, first.video_latents)
     assert np.array_equal(results[0].actions, by_hand.actions)
     assert [result.restart_reason for result in results] == [None, None, None, "window full", None]
@@ -138,7 +119,8 @@ def test_another_seed_gives_another_future_and_the_same_seed_the_same() -> None:
     session = engine.open_session()
     engine.submit(session, make_inputs(engine, 0, 1)).result()
     futures = [
-        engine.submit(engine.fork(session), make_inputs(engine, 1, noise_seed=seed)).result() for seed in (1, 2, 1)
+        engine.submit(engine.fork(session), make_inputs(engine, 1, noise_seed=seed)).result().result
+        for seed in (1, 2, 1)
     ]
     assert np.array_equal(futures[0].actions, futures[2].actions)
     assert not np.array_equal(futures[0].actions, futures[1].actions)
@@ -146,15 +128,17 @@ def test_another_seed_gives_another_future_and_the_same_seed_the_same() -> None:
 
 
 def test_without_guidance_one_branch_runs_and_is_charged() -> None:
-    plain, guided = make_engine("ti2v", cfg_scale=1.0), make_engine("ti2v")
-    ran: set[str] = set()
+    ran: list[Request] = []
+    plain = make_engine("ti2v", cfg_scale=1.0, observer=lambda kv, request, result: ran.append(request))
+    guided = make_engine("ti2v")
     session = plain.open_session()
-    result = plain.submit(session, make_inputs(plain, 0, 1, trace=lambda name, tensor: ran.add(name))).result()
+    result = plain.submit(session, make_inputs(plain, 0, 1)).result().result
     assert np.isfinite(result.actions).all()
-    assert list(session.kv.branches) == ["conditional"]
-    assert not [name for name in ran if "unconditional" in name]
-    assert len(plain.cache.conditioning) == 2, "prompt and image, and no negative prompt"
-    spec = guided.cache.spec
+    assert list(inside(plain, session).kv.branches) == ["conditional"]
+    rows = [row for request in ran if isinstance(request, Forward) for row in request.rows]
+    assert {row.context.branch.name for row in rows} == {"conditional"}
+    assert len(plain.core.cache.conditioning) == 2, "prompt and image, and no negative prompt"
+    spec = guided.core.cache.spec
     saved = spec.blocks_per_branch(128)
     assert plain.capacity().blocks_per_session == guided.capacity().blocks_per_session - saved
     plain.shutdown(), guided.shutdown()
@@ -183,21 +167,22 @@ def test_a_prompt_that_comes_back_is_not_encoded_again() -> None:
     results = []
     for _ in range(2):  # between the two nobody holds the prompt's K/V
         session = engine.open_session()
-        results.append(engine.submit(session, make_inputs(engine, 0, 1)).result())
+        results.append(engine.submit(session, make_inputs(engine, 0, 1)).result().result)
         engine.close(session, "done")
-        engine.warm_up()
-        assert len(engine.cache.conditioning) == 0
+        rest(engine)
+        assert len(engine.core.cache.conditioning) == 0
     assert sum(calls) == 2, "the prompt and the negative one, once each"
     assert np.array_equal(results[0].actions, results[1].actions)
     engine.shutdown()
 
 
-def test_a_traced_tick_shows_its_text_even_where_others_had_it_encoded() -> None:
-    engine = make_engine(max_sessions=2)
-    engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
-    seen: set[str] = set()
-    engine.submit(engine.open_session(), make_inputs(engine, 0, 1, trace=lambda name, _: seen.add(name))).result()
-    assert {"prompt.conditional.embedding", "prompt.unconditional.embedding"} <= seen
+def test_an_observer_sees_the_texts_that_somebody_had_encoded() -> None:
+    ran: list[Request] = []
+    engine = make_engine(max_sessions=2, observer=lambda kv, request, result: ran.append(request))
+    for _ in range(2):
+        engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
+    texts = [request for request in ran if isinstance(request, Encode) and request.encoder == "text"]
+    assert len(texts) == 2, "the prompt and the negative one, once each"
     assert engine.stats().conditioning_misses == 3
     engine.shutdown()
 

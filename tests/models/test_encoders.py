@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from worldkv.errors import CheckpointError
-from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.checkpoint import Checkpoint, load_encoders, read_sizes
+from worldkv.models.dreamzero.folder import IMAGE_PREFIX, PREFIXES
 from worldkv.models.wan import names as encoder_keys
 from worldkv.models.wan import sizes as encoder_sizes
-from worldkv.models.wan.encoders import WanEncoders, WanVAE, frames_to_video, load_encoders
-from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes, read_sizes
+from worldkv.models.wan.encoders import WanEncoders, WanVAE
+from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes
 
 Golden = dict[str, torch.Tensor]
 
@@ -42,6 +43,11 @@ def encoders(checkpoint: Checkpoint) -> WanEncoders:
 def error(ours: torch.Tensor, recorded: torch.Tensor) -> float:
     assert ours.shape == recorded.shape
     return float((ours - recorded).norm() / recorded.norm())
+
+
+def frames_to_video(frames: torch.Tensor) -> torch.Tensor:
+    """uint8 frames [T, H, W, 3] to a float32 video [1, 3, T, H, W] in [-1, 1]."""
+    return ((frames.permute(3, 0, 1, 2)[None].float() / 255) - 0.5) / 0.5
 
 
 def window_image(golden: Golden, call: int) -> torch.Tensor:
@@ -118,7 +124,7 @@ def plain_image_tower(weights: dict[str, torch.Tensor], image: torch.Tensor, hea
 
 def test_the_image_tower_attends_over_tokens_unless_told_otherwise(checkpoint: Checkpoint, golden: Golden) -> None:
     encoders = load_encoders(checkpoint, device="cpu", dtype=torch.float32)
-    prefix = encoder_keys.IMAGE_PREFIX
+    prefix = IMAGE_PREFIX
     weights = {
         name.removeprefix(prefix): checkpoint.tensor(name).float()
         for name in checkpoint.shapes
@@ -300,13 +306,6 @@ def test_bad_text_and_image_inputs_are_refused(encoders: WanEncoders) -> None:
         encoders.text.encode(ones, ones[:, :3])
     with pytest.raises(ValueError, match="image must be"):
         encoders.image.encode(torch.zeros(3, 8, 8))
-    with pytest.raises(ValueError, match="frames must be uint8"):
-        frames_to_video(torch.zeros(1, 8, 8, 3))
-
-
-def test_pixels_are_scaled_to_minus_one_to_one() -> None:
-    frames = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
-    assert frames_to_video(frames.numpy()).flatten().tolist() == pytest.approx([-1.0, -0.6, 1.0])
 
 
 def test_encoders_run_in_bfloat16(checkpoint: Checkpoint, golden: Golden) -> None:
@@ -334,8 +333,8 @@ TRUE_SIZES = {
 @pytest.mark.parametrize("model", ["14B", "5B"])
 def test_the_true_encoders_can_be_built_named_and_read_back(model: str, checkpoint: Checkpoint) -> None:
     sizes = TRUE_SIZES[model]
-    shapes = sizes.tensor_shapes()
-    last_layer = {f"{encoder_keys.IMAGE_PREFIX}transformer.31.norm1.bias": (1280,)}
+    shapes = sizes.tensor_shapes(PREFIXES)
+    last_layer = {f"{IMAGE_PREFIX}transformer.31.norm1.bias": (1280,)}
     config = replace(checkpoint.config, text_num_heads=64, image_num_heads=16)
     released = replace(checkpoint, config=config, shapes=shapes | last_layer)
     assert read_sizes(released) == sizes
@@ -361,7 +360,7 @@ def test_no_two_tensors_of_a_module_claim_the_same_source(model: str) -> None:
 
 def test_a_tensor_name_of_an_unknown_library_version_is_reported() -> None:
     with pytest.raises(NotImplementedError, match=r"no single rule for tensor 'decoder\.novelty\.weight'"):
-        encoder_keys.sources(["decoder.novelty.weight"], encoder_keys.VAE21_RULES, encoder_keys.VAE_PREFIX)
+        encoder_keys.sources(["decoder.novelty.weight"], encoder_keys.VAE21_RULES, "vae.")
 
 
 def test_head_counts_that_contradict_the_tensors_are_refused(checkpoint: Checkpoint) -> None:

@@ -73,7 +73,7 @@ def test_every_tensor_is_the_merged_sum_and_a_tick_comes_out_the_same(tmp_path: 
         engine = load_engine(folder)
         results.append(engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result())
         engine.shutdown()
-    assert torch.allclose(results[0].video_latents, results[1].video_latents, atol=1e-4)
+    assert torch.allclose(results[0].result.video_latents, results[1].result.video_latents, atol=1e-4)
 
 
 def drop(ending: str) -> Change:

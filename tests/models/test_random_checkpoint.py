@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from worldkv.models.dreamzero.checkpoint import Checkpoint
+from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors, load_encoders
 from worldkv.models.dreamzero.random import write_random_checkpoint
-from worldkv.models.wan.encoders import check_all_tensors, load_encoders
 
 
 @pytest.mark.parametrize("kind", ["i2v", "ti2v"])
@@ -67,6 +66,7 @@ def test_its_encoders_depend_on_their_inputs_and_stay_in_range(kind: str, tmp_pa
     video = torch.rand(2, 3, 5, 64, 80, generator=generator) * 2 - 1
     latents = encoders.vae.encode(video)
     decoded = encoders.vae.decode(latents)
+    assert encoders.image is not None
     features = encoders.image.encode(video[:, :, 0])
     mask = torch.ones(2, 16, dtype=torch.int64)
     embedding = encoders.text.encode(torch.tensor([[5] * 16, [9] * 16]), mask)

@@ -12,13 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from worldkv.errors import CheckpointError  # noqa: E402
-from worldkv.models.dreamzero.checkpoint import Checkpoint  # noqa: E402
+from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors, read_sizes  # noqa: E402
 from worldkv.models.dreamzero.config import dreamzero_5b, dreamzero_14b  # noqa: E402
 from worldkv.models.dreamzero.folder import DIT_PREFIX  # noqa: E402
-from worldkv.models.dreamzero.structure import write_true_structure  # noqa: E402
-from worldkv.models.dreamzero.true_size import TRUE_SIZES  # noqa: E402
-from worldkv.models.wan.encoders import check_all_tensors  # noqa: E402
-from worldkv.models.wan.sizes import read_sizes  # noqa: E402
+from worldkv.models.dreamzero.true_size import TRUE_SIZES, write_true_structure  # noqa: E402
 
 MODELS = {"14B": (dreamzero_14b, 1317, 45e9), "5B": (dreamzero_5b, 997, 25e9)}
 

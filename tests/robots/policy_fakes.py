@@ -1,20 +1,27 @@
-"""What policy tests stand on: a small made-up robot, an engine that computes nothing, a byte tokenizer."""
+"""What policy tests stand on: a small made-up robot, a model that computes nothing, a byte tokenizer."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from worldkv.device import HostCopy
-from worldkv.errors import SessionBusy, SessionEnded
+from worldkv.engine.engine import EngineConfig
+from worldkv.kv.cache import KVCache
+from worldkv.kv.spec import KVSpec
+from worldkv.kv.state import KVState
+from worldkv.kv.window import Window
+from worldkv.load import start_engine
+from worldkv.models.base import Encode, ModelCard, Outcome, Program
 from worldkv.models.dreamzero.inputs import TickInputs, TickResult
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.experiment_cfg import read_embodiment
+from worldkv.robots.policy import Policy
+from worldkv.robots.preparation import Preparation
+from worldkv.robots.program import RobotPolicy
 
 HORIZON, TEXT_LEN = 6, 16
 CAMERAS = ("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left")
@@ -109,91 +116,61 @@ class FakeTokenizer:
         return ids, (ids != 0).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class FakeHealth:
-    ready: bool
-    reason: str
+class FakeModel:
+    """Answers each tick with numbers made from its inputs; where it is `held`, not before `go_on` is set."""
 
-
-@dataclass(eq=False)
-class FakeSession:
-    session_id: str | None
-    closed_for: str | None = None
-    resets: int = 0
-    pending: list[tuple[TickInputs, Future[TickResult]]] = field(default_factory=list)
-
-
-class FakeEngine:
-    """Answers each tick with numbers made from its inputs; at once, or when `answer` is called.
-
-    As unfriendly as the contract allows: it sets futures while it holds its own lock.
-    """
-
-    def __init__(self, *, manual: bool = False) -> None:
-        self.manual = manual
-        self.lock = threading.Lock()
-        self.sessions: list[FakeSession] = []
-        self.submitted: list[tuple[str | None, TickInputs]] = []
+    def __init__(self, *, held: bool = False) -> None:
+        self.go_on, self.arrived = threading.Event(), threading.Semaphore(0)
+        if not held:
+            self.go_on.set()
+        self.submitted: list[TickInputs] = []
         self.fail_next: Exception | None = None
         self.actions_override: np.ndarray | None = None
-        self.arrived = threading.Semaphore(0)
-        self.warmed = 0
+        self.spec = KVSpec(1, 1, 2, Window(1, 4), ("a",))
+        self.card = ModelCard("fake", "nothing", 0, 4, {})
 
-    def open_session(self, session_id: str | None = None) -> FakeSession:
-        self.sessions.append(FakeSession(session_id))
-        return self.sessions[-1]
+    def new_state(self, old: None = None) -> None:
+        return None
 
-    def submit(self, session: FakeSession, inputs: TickInputs) -> Future[TickResult]:
-        future: Future[TickResult] = Future()
-        with self.lock:
-            if session.pending:
-                raise SessionBusy("busy")
-            self.submitted.append((session.session_id, inputs))
-            session.pending.append((inputs, future))
+    def program(self, kv: KVState, state: None, inputs: TickInputs) -> Program[TickResult, None]:
+        self.submitted.append(inputs)
+        yield Encode("answer", inputs)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        return Outcome(self.result(inputs), None)
+
+    def encode(self, encoder: str, payloads: Sequence[TickInputs]) -> Sequence[None]:
         self.arrived.release()
-        if not self.manual:
-            threading.Thread(target=self.answer, args=(session,)).start()
-        return future
+        assert self.go_on.wait(10)
+        return [None] * len(payloads)
 
-    def answer(self, session: FakeSession) -> None:
-        with self.lock:
-            inputs, future = session.pending.pop()
-            if self.fail_next is not None:
-                error, self.fail_next = self.fail_next, None
-                future.set_exception(error)
-            else:
-                future.set_result(self.result(inputs))
+    def forward(self, cache: KVCache, rows: Sequence[Any]) -> Sequence[object]:
+        raise AssertionError
+
+    def fake_inputs(self, first: bool) -> TickInputs:
+        raise AssertionError("the policy's own are for warming up")
 
     def result(self, inputs: TickInputs) -> TickResult:
         digest = inputs.frames.astype(np.int64).sum() + inputs.token_ids.sum() + int(1e6 * inputs.state.sum())
         actions = np.random.default_rng(abs(int(digest))).uniform(-1, 1, (HORIZON, 10)).astype(np.float32)
         return TickResult(
-            action_copy=HostCopy(torch.from_numpy(actions if self.actions_override is None else self.actions_override)),
+            actions=actions if self.actions_override is None else self.actions_override,
             video_latents=torch.zeros(1),
             observed_latents=torch.zeros(1),
             restart_reason="first tick" if len(inputs.frames) == 1 else None,
             start_frame=1,
-            timings={"queue": 0.1, "encode": 1.0, "commit": 2.0, "denoise": 3.0, "total": 6.1},
-            frames_cached=1,
-            blocks_used=2,
-            blocks_free=6,
         )
 
-    def reset(self, session: FakeSession) -> None:
-        session.resets += 1
-        self._cancel(session)
 
-    def close(self, session: FakeSession, reason: str) -> None:
-        session.closed_for = reason
-        self._cancel(session)
+def make_policy(model: FakeModel, tokenizer: FakeTokenizer | None = None) -> Policy:
+    """A policy over a real engine whose model computes nothing; `end` it."""
+    preparation = Preparation(embodiment(), tokenizer or FakeTokenizer())
+    robot: Any = RobotPolicy(model, preparation)  # type: ignore[arg-type]
+    engine = start_engine(robot, EngineConfig(max_sessions=16, block_size=1), "cpu", torch.float32)
+    return Policy(engine, preparation)
 
-    def _cancel(self, session: FakeSession) -> None:
-        with self.lock:
-            while session.pending:
-                session.pending.pop()[1].set_exception(SessionEnded("engine: ended"))
 
-    def warm_up(self) -> None:
-        self.warmed += 1
-
-    def health(self) -> FakeHealth:
-        return FakeHealth(self.warmed > 0, "" if self.warmed else "cold")
+def end(policy: Policy) -> None:
+    policy.close()
+    policy.engine.shutdown()

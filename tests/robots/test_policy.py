@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worldkv.engine.engine import Health
 from worldkv.errors import (
     BadRequest,
     EngineStopped,
@@ -30,15 +31,15 @@ TIMEOUT = 10
 
 
 @pytest.fixture
-def engine() -> fakes.FakeEngine:
-    return fakes.FakeEngine()
+def model() -> fakes.FakeModel:
+    return fakes.FakeModel()
 
 
 @pytest.fixture
-def policy(engine: fakes.FakeEngine) -> Iterator[Policy]:
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+def policy(model: fakes.FakeModel) -> Iterator[Policy]:
+    policy = fakes.make_policy(model)
     yield policy
-    policy.close()
+    fakes.end(policy)
 
 
 def _run(session: PolicySession, *args, **changes) -> PolicyReply:
@@ -53,29 +54,29 @@ def _tiled(frames: list[dict], policy: Policy) -> np.ndarray:
     return tile_views([prepare_view(stack, robot) for stack in stacks], robot.layout)
 
 
-def test_a_tick_answers_with_absolute_actions_and_times(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_a_tick_answers_with_absolute_actions_and_times(policy: Policy, model: fakes.FakeModel) -> None:
     reply = _run(policy.open_session("robot"))
     assert reply.actions.shape == (fakes.HORIZON, 8)
     assert reply.actions.dtype == np.float32
-    assert list(reply.timings) == ["preprocess", "queue", "encode", "commit", "denoise", "total"]
-    assert reply.timings["denoise"] == 3.0
+    assert list(reply.timings) == ["queue", "preprocess", "encode", "postprocess", "total"]
+    stages = [milliseconds for stage, milliseconds in reply.timings.items() if stage != "total"]
+    assert sum(stages) == pytest.approx(reply.timings["total"], rel=0.02)
     assert reply.timings["total"] >= reply.timings["preprocess"] > 0
     assert reply.warnings == ()
     assert reply.result.restart_reason == "first tick"
-    session_id, inputs = engine.submitted[0]
-    assert session_id == "robot"
+    (inputs,) = model.submitted
     assert inputs.frames.shape == (1, *policy.embodiment.image_size, 3)
     assert inputs.state.shape == (1, 16)
     assert inputs.token_ids.shape == inputs.attention_mask.shape == (1, fakes.TEXT_LEN)
     assert inputs.token_ids.dtype == np.int64
 
 
-def test_the_first_tick_sends_one_frame_and_later_ticks_four(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_the_first_tick_sends_one_frame_and_later_ticks_four(policy: Policy, model: fakes.FakeModel) -> None:
     session = policy.open_session()
     seen = [fakes.observation(seed) for seed in range(6)]
     for observation in seen:
         session.infer(observation).result(TIMEOUT)
-    frames = [inputs.frames for _, inputs in engine.submitted]
+    frames = [inputs.frames for inputs in model.submitted]
     assert [len(f) for f in frames] == [1, 4, 4, 4, 4, 4]
     assert np.array_equal(frames[0], _tiled(seen[:1], policy))
     assert np.array_equal(frames[1], _tiled([seen[0]] * 3 + [seen[1]], policy)), "padded with the oldest, in front"
@@ -83,7 +84,7 @@ def test_the_first_tick_sends_one_frame_and_later_ticks_four(policy: Policy, eng
     assert np.array_equal(frames[5], _tiled(seen[2:6], policy))
 
 
-def test_a_stack_extends_the_buffer_and_its_newest_frames_count(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_a_stack_extends_the_buffer_and_its_newest_frames_count(policy: Policy, model: fakes.FakeModel) -> None:
     session = policy.open_session()
     single = [fakes.observation(seed) for seed in range(9)]
 
@@ -94,7 +95,7 @@ def test_a_stack_extends_the_buffer_and_its_newest_frames_count(policy: Policy, 
     session.infer(stack(single[:2])).result(TIMEOUT)
     session.infer(stack(single[2:3])).result(TIMEOUT)
     session.infer(stack(single[3:9])).result(TIMEOUT)
-    frames = [inputs.frames for _, inputs in engine.submitted]
+    frames = [inputs.frames for inputs in model.submitted]
     assert np.array_equal(frames[0], _tiled(single[1:2], policy))
     assert np.array_equal(frames[1], _tiled([single[0], *single[:3]], policy)), "the first stack is remembered"
     assert np.array_equal(frames[2], _tiled(single[5:9], policy))
@@ -103,8 +104,8 @@ def test_a_stack_extends_the_buffer_and_its_newest_frames_count(policy: Policy, 
 @settings(max_examples=15, deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_any_mixture_of_stacks_gives_the_last_four_frames(counts: list[int]) -> None:
-    engine = fakes.FakeEngine()
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+    model = fakes.FakeModel()
+    policy = fakes.make_policy(model)
     session = policy.open_session()
     values: list[int] = []
     for count in counts:
@@ -114,64 +115,64 @@ def test_any_mixture_of_stacks_gives_the_last_four_frames(counts: list[int]) -> 
         observation = fakes.observation() | {f"observation/{camera}": new for camera in cameras}
         session.infer(observation).result(TIMEOUT)
         expected = values[-1:] if len(values) == counts[0] else ([values[0]] * 3 + values)[-4:]
-        got = engine.submitted[-1][1].frames[:, 0, 0, 0]
+        got = model.submitted[-1].frames[:, 0, 0, 0]
         assert np.abs(got.astype(int) - expected).max() <= 1  # /255 and x255 may round down
-    policy.close()
+    fakes.end(policy)
 
 
-def test_the_prompt_is_encoded_when_it_changes_only(engine: fakes.FakeEngine) -> None:
+def test_the_prompt_is_encoded_when_it_changes_only(model: fakes.FakeModel) -> None:
     tokenizer = fakes.FakeTokenizer()
-    policy = Policy(engine, fakes.embodiment(), tokenizer)
+    policy = fakes.make_policy(model, tokenizer)
     session = policy.open_session()
     for prompt in ("Lift", "Lift", "Push", "Lift"):
         _run(session, prompt=prompt)
-    policy.close()
+    fakes.end(policy)
     assert [text.rsplit(" ", 1)[1] for text in tokenizer.texts] == ["lift", "push", "lift"]
-    ids = [inputs.token_ids for _, inputs in engine.submitted]
+    ids = [inputs.token_ids for inputs in model.submitted]
     assert np.array_equal(ids[0], ids[1])
     assert not np.array_equal(ids[1], ids[2])
 
 
 @pytest.mark.parametrize("stage", ["observation", "engine"])
 def test_a_failed_tick_can_be_retried_with_the_identical_result(
-    policy: Policy, engine: fakes.FakeEngine, stage: str
+    policy: Policy, model: fakes.FakeModel, stage: str
 ) -> None:
     undisturbed, failing = policy.open_session("a"), policy.open_session("b")
     _run(undisturbed, 0)
     _run(failing, 0)
     for attempt in range(3):
         if stage == "engine":
-            engine.fail_next = OutOfBlocks("no room now")
+            model.fail_next = OutOfBlocks("no room now")
             with pytest.raises(OutOfBlocks):
                 _run(failing, 1 + attempt)
         else:
             with pytest.raises(BadRequest):
                 _run(failing, 1 + attempt, observation__joint_position=np.full(7, np.nan))
     expected, got = _run(undisturbed, 9), _run(failing, 9)
-    np.testing.assert_array_equal(engine.submitted[-1][1].frames, engine.submitted[-2][1].frames)
+    np.testing.assert_array_equal(model.submitted[-1].frames, model.submitted[-2].frames)
     np.testing.assert_array_equal(got.actions, expected.actions)
 
 
-def test_a_first_tick_that_fails_is_still_the_first_when_retried(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_a_first_tick_that_fails_is_still_the_first_when_retried(policy: Policy, model: fakes.FakeModel) -> None:
     session = policy.open_session()
-    engine.fail_next = OutOfBlocks("no room now")
+    model.fail_next = OutOfBlocks("no room now")
     with pytest.raises(OutOfBlocks):
         _run(session)
     _run(session)
-    assert [len(inputs.frames) for _, inputs in engine.submitted] == [1, 1]
+    assert [len(inputs.frames) for inputs in model.submitted] == [1, 1]
 
 
 def test_two_interleaved_sessions_get_what_each_would_get_alone() -> None:
     def episode(seeds: dict[str, list[int]], order: list[str]) -> dict[str, list[np.ndarray]]:
-        engine = fakes.FakeEngine()
-        policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+        model = fakes.FakeModel()
+        policy = fakes.make_policy(model)
         sessions = {name: policy.open_session(name) for name in seeds}
         queues = {name: list(values) for name, values in seeds.items()}
         replies: dict[str, list[np.ndarray]] = {name: [] for name in seeds}
         for name in order:
             reply = _run(sessions[name], queues[name].pop(0), prompt=f"do {name}")
             replies[name].append(reply.actions)
-        policy.close()
+        fakes.end(policy)
         return replies
 
     seeds = {"a": [1, 2, 3, 4], "b": [5, 6, 7]}
@@ -185,6 +186,7 @@ def test_many_sessions_from_many_threads_do_not_disturb_each_other(policy: Polic
     def drive(name: str, out: dict[str, list[np.ndarray]]) -> None:
         session = policy.open_session(name)
         out[name] = [_run(session, seed, prompt=name).actions for seed in range(4)]
+        session.close("done")
 
     together: dict[str, list[np.ndarray]] = {}
     threads = [threading.Thread(target=drive, args=(f"robot {i}", together)) for i in range(6)]
@@ -199,33 +201,33 @@ def test_many_sessions_from_many_threads_do_not_disturb_each_other(policy: Polic
 
 
 def test_infer_returns_before_the_engine_answers_and_refuses_a_second_tick() -> None:
-    engine = fakes.FakeEngine(manual=True)
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+    model = fakes.FakeModel(held=True)
+    policy = fakes.make_policy(model)
     session = policy.open_session()
     started = time.perf_counter()
     future = session.infer(fakes.observation())
     assert time.perf_counter() - started < 0.5
-    with pytest.raises(SessionBusy, match="in flight"):
-        session.infer(fakes.observation())
-    assert engine.arrived.acquire(timeout=TIMEOUT)
+    assert model.arrived.acquire(timeout=TIMEOUT)
+    second = session.infer(fakes.observation())
     assert not future.done()
-    engine.answer(engine.sessions[0])
+    model.go_on.set()
+    with pytest.raises(SessionBusy, match="in flight"):
+        second.result(TIMEOUT)
     assert future.result(TIMEOUT).actions.shape == (fakes.HORIZON, 8)
     session.infer(fakes.observation()).cancel()
-    policy.close()
+    fakes.end(policy)
 
 
 def test_no_policy_thread_waits_for_the_engine() -> None:
-    engine = fakes.FakeEngine(manual=True)
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+    model = fakes.FakeModel(held=True)
+    policy = fakes.make_policy(model)
     sessions = [policy.open_session(str(i)) for i in range(12)]
     futures = [session.infer(fakes.observation(i)) for i, session in enumerate(sessions)]
-    for _ in sessions:
-        assert engine.arrived.acquire(timeout=TIMEOUT), "a tick in the engine holds a policy thread"
-    for session in reversed(engine.sessions):
-        engine.answer(session)
+    assert model.arrived.acquire(timeout=TIMEOUT)
+    assert policy.engine.core.executor.on_host(lambda: True).result(TIMEOUT), "a tick in the engine holds a host thread"
+    model.go_on.set()
     assert wait(futures, TIMEOUT).not_done == set()
-    policy.close()
+    fakes.end(policy)
 
 
 def test_the_next_tick_may_be_sent_from_the_callback_of_the_last(policy: Policy) -> None:
@@ -248,26 +250,25 @@ def test_a_caller_cannot_cancel_a_tick_by_half(policy: Policy) -> None:
 
 
 def test_reset_starts_a_new_window_and_ends_a_tick_in_flight() -> None:
-    engine = fakes.FakeEngine(manual=True)
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+    model = fakes.FakeModel(held=True)
+    policy = fakes.make_policy(model)
     session = policy.open_session("robot")
     future = session.infer(fakes.observation())
-    assert engine.arrived.acquire(timeout=TIMEOUT)
+    assert model.arrived.acquire(timeout=TIMEOUT)
     session.reset()
+    model.go_on.set()
     with pytest.raises(SessionEnded, match="session robot was reset"):
         future.result(TIMEOUT)
-    assert engine.sessions[0].resets == 1
-    engine.manual = False
     _run(session, 1)
     _run(session, 2)
     session.reset()
     _run(session, 3)
-    assert [len(inputs.frames) for _, inputs in engine.submitted] == [1, 1, 4, 1]
-    policy.close()
+    assert [len(inputs.frames) for inputs in model.submitted] == [1, 1, 4, 1]
+    fakes.end(policy)
 
 
 def test_a_reset_during_preprocessing_keeps_the_tick_from_the_engine(
-    policy: Policy, engine: fakes.FakeEngine, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, model: fakes.FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
     prepare = policy._preparation.prepare
@@ -286,57 +287,43 @@ def test_a_reset_during_preprocessing_keeps_the_tick_from_the_engine(
         future.result(TIMEOUT)
     go_on.set()
     _run(session, 5)
-    assert len(engine.submitted) == 1, "the abandoned tick must not reach the engine"
+    assert len(model.submitted) == 1, "the abandoned tick must not reach the model"
 
 
-def test_close_is_safe_twice_and_says_why_nothing_works_any_more(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_close_is_safe_twice_and_says_why_nothing_works_any_more(policy: Policy) -> None:
     session = policy.open_session("robot")
     _run(session)
     session.close("client went away")
     session.close("again")
-    assert engine.sessions[0].closed_for == "client went away"
     for call in (lambda: session.infer(fakes.observation()), session.reset):
         with pytest.raises(SessionNotFound, match=r"session robot is closed \(client went away\)"):
-            call()
+            call().result(TIMEOUT)
 
 
 def test_close_ends_a_tick_in_flight_even_if_the_policy_is_closed_first() -> None:
-    engine = fakes.FakeEngine(manual=True)
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
+    model = fakes.FakeModel(held=True)
+    policy = fakes.make_policy(model)
     sessions = [policy.open_session(str(i)) for i in range(2)]
     futures = [session.infer(fakes.observation()) for session in sessions]
-    for _ in sessions:
-        assert engine.arrived.acquire(timeout=TIMEOUT)
+    assert model.arrived.acquire(timeout=TIMEOUT)
     policy.close()
     policy.close()
     sessions[0].close("shutdown")
-    with pytest.raises((SessionEnded, EngineStopped)):
-        futures[0].result(TIMEOUT)
-    engine.answer(engine.sessions[1])
-    with pytest.raises(EngineStopped, match="closed before this tick was done"):
-        futures[1].result(TIMEOUT)
+    threading.Timer(0.2, model.go_on.set).start()
+    policy.engine.shutdown()
+    outcomes = [future.exception(TIMEOUT) for future in futures]
+    assert all(error is None or isinstance(error, SessionEnded | EngineStopped) for error in outcomes)
+    assert isinstance(outcomes[0], SessionEnded | EngineStopped)
     with pytest.raises(EngineStopped):
         policy.open_session().infer(fakes.observation())
 
 
-def test_a_tick_that_the_engine_cancels_ends_with_a_reason() -> None:
-    engine = fakes.FakeEngine(manual=True)
-    policy = Policy(engine, fakes.embodiment(), fakes.FakeTokenizer())
-    session = policy.open_session()
-    future = session.infer(fakes.observation())
-    assert engine.arrived.acquire(timeout=TIMEOUT)
-    engine.sessions[0].pending.pop()[1].cancel()
-    with pytest.raises(SessionEnded, match="cancelled"):
-        future.result(TIMEOUT)
-    policy.close()
-
-
 def test_a_warning_is_given_once_per_session_and_not_lost_with_a_failed_tick(
-    policy: Policy, engine: fakes.FakeEngine
+    policy: Policy, model: fakes.FakeModel
 ) -> None:
     session = policy.open_session()
     broken = {"observation__exterior_image_1_left": None, "observation__gripper_position": np.array([40.0])}
-    engine.fail_next = OutOfBlocks("no room now")
+    model.fail_next = OutOfBlocks("no room now")
     with pytest.raises(OutOfBlocks):
         _run(session, **broken)
     first = _run(session, num_frames=4, **broken).warnings
@@ -357,12 +344,12 @@ def test_one_frame_per_tick_draws_a_warning_about_the_clock(policy: Policy) -> N
     assert _run(session).warnings == ()
 
 
-def test_a_missing_second_camera_is_black_and_can_come_back(policy: Policy, engine: fakes.FakeEngine) -> None:
+def test_a_missing_second_camera_is_black_and_can_come_back(policy: Policy, model: fakes.FakeModel) -> None:
     session = policy.open_session()
     _run(session, observation__exterior_image_1_left=None)
     _run(session)
     height, width = (size // 2 for size in policy.embodiment.image_size)
-    first, second = (inputs.frames for _, inputs in engine.submitted)
+    first, second = (inputs.frames for inputs in model.submitted)
     assert not first[:, height:, width:].any()
     assert first[:, height:, :width].any()
     assert not second[:3, height:, width:].any()
@@ -370,10 +357,8 @@ def test_a_missing_second_camera_is_black_and_can_come_back(policy: Policy, engi
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 3e38], ids=["NaN", "infinite", "infinite once it is added"])
-def test_actions_that_are_not_finite_never_reach_a_robot(
-    policy: Policy, engine: fakes.FakeEngine, number: float
-) -> None:
-    engine.actions_override = np.full((fakes.HORIZON, 10), number, np.float32)
+def test_actions_that_are_not_finite_never_reach_a_robot(policy: Policy, model: fakes.FakeModel, number: float) -> None:
+    model.actions_override = np.full((fakes.HORIZON, 10), number, np.float32)
     with pytest.raises(WorldKVError, match="not finite"):
         _run(policy.open_session(), observation__joint_position=np.full(7, 3.4e38))
 
@@ -389,11 +374,9 @@ def test_metadata_is_the_six_keys_of_roboarena(policy: Policy) -> None:
     }
 
 
-def test_it_is_ready_after_warming_up_in_a_session_that_is_gone(policy: Policy, engine: fakes.FakeEngine) -> None:
-    assert not policy.health().ready
-    engine.warm_up()
-    assert policy.health() == fakes.FakeHealth(False, "warming up")
+def test_it_is_ready_after_warming_up_in_a_session_that_is_gone(policy: Policy, model: fakes.FakeModel) -> None:
+    assert policy.health() == Health(False, "warming up")
     policy.warm_up()
     assert policy.health().ready
-    assert [len(inputs.frames) for _, inputs in engine.submitted] == [1, 4]
-    assert [session.closed_for for session in engine.sessions] == ["warm-up done"]
+    assert [len(inputs.frames) for inputs in model.submitted] == [1, 4]
+    assert policy.engine.inspect(lambda core: core.sessions) == {}, "its session is still open"

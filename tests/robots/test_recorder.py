@@ -18,7 +18,6 @@ pytest.importorskip("diffusers")
 from engines import droid_observation, random_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from worldkv.cli.lerobot import check_lerobot, write_lerobot  # noqa: E402
 from worldkv.cli.main import main  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
@@ -27,6 +26,7 @@ from worldkv.robots import recorder as recorder_module  # noqa: E402
 from worldkv.robots.policy import Policy  # noqa: E402
 from worldkv.robots.recorder import Recorder  # noqa: E402
 from worldkv.robots.recording import Recording  # noqa: E402
+from worldkv.show.lerobot import check_lerobot, write_lerobot  # noqa: E402
 from worldkv.show.video import read_video  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -34,15 +34,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Iterator[Policy]:
-    policy = Policy(fakes.FakeEngine(), fakes.embodiment(), fakes.FakeTokenizer())  # type: ignore[arg-type]
+    policy = fakes.make_policy(fakes.FakeModel())
     policy.recorder = Recorder(tmp_path / "recorded", {"checkpoint": "none"})
     yield policy
-    policy.close()
+    fakes.end(policy)
 
 
 def recordings(policy: Policy) -> list[Recording]:
     assert policy.recorder is not None
-    policy.recorder.close()
+    policy.close()
     return [Recording.open(folder) for folder in sorted(policy.recorder.folder.iterdir())]
 
 
@@ -131,7 +131,7 @@ def test_what_was_seen_and_answered_comes_back(policy: Policy) -> None:
     assert tick.observation.state["joint_position"].tolist() == raw["observation/joint_position"].tolist()
     assert tick.observation.prompt == raw["prompt"]
     assert tick.about["restart_reason"] == "first tick"
-    assert set(tick.about["timings_ms"]) >= {"preprocess", "denoise", "total"}
+    assert set(tick.about["timings_ms"]) >= {"preprocess", "encode", "total"}
     assert recording.about["checkpoint"] == "none"
     assert [event["event"] for event in recording.events] == ["tick", "closed"]
 

@@ -15,24 +15,23 @@ from engines import droid_observation, random_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_recorder import recordings  # noqa: E402
 
-from worldkv.cli.recorded import Difference  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_policy  # noqa: E402
 from worldkv.robots import recorder as recorder_module  # noqa: E402
-from worldkv.robots.policy import Policy  # noqa: E402
 from worldkv.robots.recorder import Recorder  # noqa: E402
 from worldkv.robots.recording import RecordedTick  # noqa: E402
+from worldkv.show.recorded import Difference  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture
 def policy(tmp_path):
-    policy = Policy(fakes.FakeEngine(), fakes.embodiment(), fakes.FakeTokenizer())
+    policy = fakes.make_policy(fakes.FakeModel())
     policy.recorder = Recorder(tmp_path / "recorded", {"checkpoint": "none"})
     yield policy
-    policy.close()
+    fakes.end(policy)
 
 
 def test_restored_before_its_first_tick_is_not_self_contained(tmp_path):
@@ -71,7 +70,7 @@ def test_a_lost_reset_is_told(policy, monkeypatch):
     entered.wait(5)
     session.infer(fakes.observation()).result(5)
     session.infer(fakes.observation()).result(5)
-    session.reset()  # queue is full: dropped
+    session.reset().result(5)  # queue is full: dropped
     gate.set()
     while not policy.recorder._works.empty():
         pass
@@ -115,7 +114,7 @@ def test_the_limit_holds_over_restarts(tmp_path):
         return sum(p.stat().st_size for p in (tmp_path / "r").rglob("*") if p.is_file())
 
     for _ in range(4):
-        policy = Policy(fakes.FakeEngine(), fakes.embodiment(), fakes.FakeTokenizer())
+        policy = fakes.make_policy(fakes.FakeModel())
         policy.recorder = Recorder(tmp_path / "r", {}, limit_bytes=600_000)
         s = policy.open_session("arm")
         for _ in range(3):

@@ -41,8 +41,8 @@ def server() -> Iterator[PolicyServer]:
     finally:
         policy.close()
         policy.engine.shutdown()
-        policy.engine.cache.pool.check()
-        assert policy.engine.cache.pool.num_used == 0
+        policy.engine.core.cache.pool.check()
+        assert policy.engine.core.cache.pool.num_used == 0
 
 
 def observation(num_frames: int = 4, seed: int = 0) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from worldkv.load import load_policy
 from worldkv.server.server import PolicyServer, ServerConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-PAGE = Path(__file__).resolve().parents[2] / "worldkv" / "server" / "page"
+PAGE = Path(__file__).resolve().parents[2] / "worldkv" / "server" / "console" / "page"
 
 
 @contextmanager

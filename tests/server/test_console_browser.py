@@ -133,7 +133,7 @@ def test_from_the_overview_to_two_futures_side_by_side(browser: Any, server: Pol
 
 
 def test_what_is_lost_is_asked_about_first(browser: Any, server: PolicyServer, robot: None) -> None:
-    eventually(lambda: "arm" in server._service.policy.engine.sessions, 20)
+    eventually(lambda: "arm" in server._service.policy.engine.core.names, 20)
     browser.get(f"http://127.0.0.1:{server.port}/#/s/arm")
     eventually(seen(browser, "stack the cups"), 20)
     browser.find_element(By.TAG_NAME, "body").send_keys("r")

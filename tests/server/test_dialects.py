@@ -92,6 +92,7 @@ def test_an_openpi_reply_carries_timing_sequence_and_warnings(server: PolicyServ
             "infer_ms",
             "preprocess_ms",
             "queue_ms",
+            "read_ms",
             "encode_ms",
             "commit_ms",
             "denoise_ms",

@@ -235,7 +235,10 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), str(tests.parent / "client")]),
+        },
     ) as process:
         try:
             assert process.stdout is not None

@@ -91,7 +91,7 @@ def test_a_tick_is_a_span_with_its_stages(server: PolicyServer) -> None:
     finally:
         server._service.tracer = None
     spans = {span.name: span for span in memory.get_finished_spans()}
-    assert set(spans) == {"tick", *STAGES}
+    assert set(spans) == {"tick", *STAGES} - {"read"}, "the server's own part is not in a tick"
     tick = spans.pop("tick")
     assert (tick.attributes["worldkv.session"], tick.attributes["worldkv.tick"]) == ("traced", 0)
     for span in spans.values():

@@ -42,8 +42,8 @@ def serving(*, room: int = 6, **config: Any) -> Iterator[PolicyServer]:
     finally:
         policy.close()
         policy.engine.shutdown()
-        policy.engine.cache.pool.check()
-        assert policy.engine.cache.pool.num_used == 0
+        policy.engine.core.cache.pool.check()
+        assert policy.engine.core.cache.pool.num_used == 0
 
 
 @pytest.fixture(scope="module")
@@ -315,14 +315,14 @@ def test_a_snapshot_that_nobody_uses_is_given_back() -> None:
 
 def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server: PolicyServer) -> None:
     engine = server._service.policy.engine
-    execute, hold = engine.execute, [True]
+    executor, slowly = engine.core.executor, [True]
+    run = executor.run
 
     def slow(requests: list[Any]) -> list[Any]:
-        while hold[0]:
-            time.sleep(0.01)
-        return execute(requests)
+        time.sleep(0.3 * slowly[0])
+        return run(requests)
 
-    engine.execute = slow
+    executor.run = slow
     try:
         with raw_client(server.port) as ws:
             ws.send(pack(observation(0) | {"endpoint": "infer", "session_id": "busy"}))
@@ -330,11 +330,10 @@ def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server
             for verb, body in (("snapshot", None), ("park", None), ("fork", {})):
                 status, error = call(server, "POST", f"/v1/sessions/busy/{verb}", body)
                 assert (status, error["code"]) == (409, "session_busy")
-            hold.append(False)
             assert call(server, "POST", "/v1/sessions/busy/reset")[0] == 200
-            hold[0] = False
+            slowly[0] = False
             assert receive(ws).startswith("session_ended: session busy was reset, during this tick")
     finally:
-        hold[0] = False
-        engine.execute = execute
+        slowly[0] = False
+        executor.run = run
     delete(server, "busy")

@@ -261,10 +261,10 @@ def test_a_session_that_comes_to_use_while_another_makes_room_is_left_alone() ->
         first, closing, may_close = policy.live["a"], threading.Event(), threading.Event()
         close = first.close
 
-        def slow_close(reason: str) -> None:
+        def slow_close(reason: str) -> Any:
             closing.set()
             assert may_close.wait(20)
-            close(reason)
+            return close(reason)
 
         first.close = slow_close  # type: ignore[method-assign]
         newcomer.send(pack(infer_message("c")))

@@ -49,20 +49,21 @@ def test_a_robot_can_tick_right_after_somebody_reset_its_session():
         session = policy.open_session("a")
         session.infer(observation(0)).result()
         gate = threading.Event()
-        real = policy.engine.execute
+        executor = policy.engine.core.executor
+        real = executor.run
 
         def slow(requests):
             gate.wait(10)
             return real(requests)
 
-        policy.engine.execute = slow  # a forward under way
+        executor.run = slow  # a forward under way
         first = session.infer(observation(1))
         time.sleep(0.5)
         session.reset()
-        assert first.exception(5).code == "session_ended"
         second = session.infer(observation(0))
         time.sleep(0.3)
         gate.set()
+        assert first.exception(5).code == "session_ended"
         second.result(10)
     finally:
         gate.set()

@@ -51,7 +51,7 @@ def robot(server: PolicyServer) -> Iterator[None]:
 
     thread = threading.Thread(target=drive)
     thread.start()
-    eventually(lambda: "arm" in server._service.policy.engine.sessions, 20)
+    eventually(lambda: "arm" in server._service.policy.engine.core.names, 20)
     yield
     stop.set()
     thread.join()

@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import importlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from worldkv.kv.forward import AttentionRow
+from worldkv.device import upload
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 logger = logging.getLogger(__name__)
 
 
-class AttentionPlan(Protocol):
+class AttentionPlan(ABC):
     """One batch of rows, ready to run in every layer.
 
     `write_slots`: int64 [T], where in `storage` the current tokens' K and V go, for whoever writes them there itself;
     None where the rows only read.
     """
 
-    storage: KVStorage
-    write_slots: torch.Tensor | None
+    def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
+        writes = [row.write_slots for row in rows if row.write_slots is not None]
+        assert len(writes) in (0, len(rows)), "rows that write and rows that only read do not share a plan"
+        self.storage = storage
+        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
 
     def run(
         self,
@@ -43,7 +48,14 @@ class AttentionPlan(Protocol):
         With k and v, the current tokens' K/V are written first, at the rows' write slots, in the same call. Without,
         the rows only read.
         """
-        ...
+        if k_THD is not None and v_THD is not None:
+            assert self.write_slots is not None, "this plan only reads"
+            self.storage.write(layer, self.write_slots, k_THD, v_THD)
+        return self.attend(layer, q_THD)
+
+    @abstractmethod
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """`run` without its write."""
 
 
 class AttentionBackend(Protocol):

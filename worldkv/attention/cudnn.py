@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from worldkv.attention.paged import PagedPlan, ShapeClass
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 _MIN_CAPABILITY = (8, 0)
@@ -21,7 +21,7 @@ _MIN_CAPABILITY = (8, 0)
 class CudnnPlan(PagedPlan):
     """cuDNN's execution plan for the rows' shape class, with their tables and lengths."""
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def launch(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         storage, out = self.storage, torch.empty_like(q_THD)
         graph, workspace = _graph(self.shape_class, storage.k[layer].shape, q_THD.dtype, q_THD.device)
         tensors = {
@@ -48,8 +48,8 @@ class CudnnBackend:
             return f"cudnn attention needs an NVIDIA GPU, the cache is on {storage.device}"
         if torch.cuda.get_device_capability(storage.device) < _MIN_CAPABILITY:
             return "cudnn attention needs an Ampere GPU or newer"
-        if storage.dtype not in (torch.bfloat16, torch.float16):
-            return f"cudnn attention needs bfloat16 or float16, the cache is {storage.dtype}"
+        if not storage.format.is_half_precision:
+            return f"cudnn attention needs bfloat16 or float16, the cache is {storage.format}"
         try:
             _library()
         except ImportError as error:
@@ -134,3 +134,8 @@ def _graph(
     graph.check_support()
     graph.build_plans()
     return graph, torch.empty(max(graph.get_workspace_size(), 1), device=device, dtype=torch.uint8)
+
+
+def num_graphs() -> int:
+    """Execution plans that are kept."""
+    return _graph.cache_info().currsize

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from worldkv.attention.paged import PagedPlan
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 _BLOCK_SIZE = 128  # a page is a whole key tile and comes through the tensor memory accelerator
@@ -23,7 +23,7 @@ _GENERATIONS = (9, 10)  # compute capability, major
 class Flash4Plan(PagedPlan):
     """The rows' tables and lengths, as the kernel takes them."""
 
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def launch(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         result: Any = _kernel()(
             q_THD,
             self.storage.k[layer],
@@ -48,8 +48,8 @@ class Flash4Backend:
             return f"flash4 attention needs an NVIDIA GPU, the cache is on {storage.device}"
         if torch.cuda.get_device_capability(storage.device)[0] not in _GENERATIONS:
             return "flash4 attention needs a Hopper or a datacentre Blackwell GPU"
-        if storage.dtype not in (torch.bfloat16, torch.float16):
-            return f"flash4 attention needs bfloat16 or float16, the cache is {storage.dtype}"
+        if not storage.format.is_half_precision:
+            return f"flash4 attention needs bfloat16 or float16, the cache is {storage.format}"
         if storage.block_size != _BLOCK_SIZE:
             return f"flash4 attention needs blocks of {_BLOCK_SIZE} slots, they have {storage.block_size}"
         if storage.k[0].shape[-1] not in (64, 96, 128):

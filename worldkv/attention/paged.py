@@ -9,7 +9,7 @@ many ways, and what is built per shape (cuDNN's plans, CUDA graphs) is then buil
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from typing import Self
@@ -17,9 +17,10 @@ from typing import Self
 import numpy as np
 import torch
 
+from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
@@ -28,12 +29,12 @@ _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or 
 ShapeClass = tuple[int, int, bool, int]
 
 
-class PagedPlan(ABC):
+class PagedPlan(AttentionPlan):
     """On the device: `tables` int32 [rows, blocks], `lengths` int32 [2, rows] of queries and of keys, `starts` int32
     [rows + 1] of queries; rows rounded up."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
-        self.storage = storage
+        super().__init__(storage, rows)
         lengths = np.zeros((2, _round_up(len(rows))), dtype=np.int32)
         lengths[:, : len(rows)] = [[row.num_queries for row in rows], [row.num_visible for row in rows]]
         lengths[1, len(rows) :] = 1  # of the first row's first block, for no query
@@ -44,8 +45,6 @@ class PagedPlan(ABC):
         self.tables = upload(tables, storage.device)
         self.lengths = upload(lengths, storage.device)
         self.starts = upload(np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int32), storage.device)
-        writes = [row.write_slots for row in rows if row.write_slots is not None]
-        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -59,23 +58,12 @@ class PagedPlan(ABC):
         own.write_slots = None if self.write_slots is None else self.write_slots.clone()
         return own
 
-    def run(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor | None = None,
-        v_THD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """See AttentionPlan."""
-        k_slots, v_slots = self.storage.slots(layer)
-        if k_THD is not None and v_THD is not None:
-            assert self.write_slots is not None, "this plan only reads"
-            k_slots.index_copy_(0, self.write_slots, k_THD.to(k_slots.dtype))
-            v_slots.index_copy_(0, self.write_slots, v_THD.to(v_slots.dtype))
-        return self.attend(layer, q_THD.to(k_slots.dtype).contiguous())
+        return self.launch(layer, q_THD.to(self.storage.dtype).contiguous())
 
     @abstractmethod
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def launch(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """The backend's own kernel: [T, heads, head_dim] in the pool's dtype to the same."""
 
 

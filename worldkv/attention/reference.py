@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
 
 
@@ -27,28 +28,15 @@ class _Group:
     slots: torch.Tensor
 
 
-class ReferencePlan:
+class ReferencePlan(AttentionPlan):
     """Index tensors of one batch of rows."""
 
     def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
-        self.storage = storage
+        super().__init__(storage, rows)
         self._groups = _group(storage, rows)
-        writes = [row.write_slots for row in rows if row.write_slots is not None]
-        assert len(writes) in (0, len(rows)), "rows that write and rows that only read do not share a plan"
-        self.write_slots = upload(np.concatenate(writes), storage.device) if writes else None
 
-    def run(
-        self,
-        layer: int,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor | None = None,
-        v_THD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         k_slots, v_slots = self.storage.slots(layer)
-        if k_THD is not None and v_THD is not None:
-            assert self.write_slots is not None, "this plan only reads"
-            k_slots[self.write_slots] = k_THD.to(k_slots.dtype)
-            v_slots[self.write_slots] = v_THD.to(v_slots.dtype)
         out = torch.empty_like(q_THD)
         for group in self._groups:
             q = q_THD if group.tokens is None else q_THD[group.tokens]

@@ -1,1 +1,1 @@
-"""What `worldkv bench` measures: ceilings, attention, the plain baseline, ticks, many sessions. Needs no checkpoint."""
+"""The one home for measuring: what `worldkv bench` and `plan` use; `sessions`, `console`, `loading` run alone."""

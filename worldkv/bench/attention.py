@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from worldkv.attention.backend import BACKENDS, load_backend
 from worldkv.bench.timing import measure_in_graph
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.kv.window import Window

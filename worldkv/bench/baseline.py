@@ -23,7 +23,7 @@ class PlainRollout:
     """One branch: its K/V history as one tensor per layer, [2, tokens, heads, head_dim]."""
 
     def __init__(self, dit: WanDiT, config: DreamZeroConfig) -> None:
-        self._dit, self._config = dit, config
+        self.dit, self._config = dit, config
         self.device = dit.device
         dit_config = config.dit
         self._rotary = Rotary(dit_config.head_dim, dit.device)
@@ -40,12 +40,12 @@ class PlainRollout:
         config = self._config.dit
         num_actions, num_states = (0, 0) if commit else (config.num_actions_per_chunk, config.num_states)
         num_tokens = num_frames * config.frame_tokens + num_actions + num_states
-        x = torch.randn(num_tokens, config.dim, device=self._dit.device, dtype=self._dit.dtype)
+        x = torch.randn(num_tokens, config.dim, device=self.dit.device, dtype=self.dit.dtype)
         first = self.cache[0].shape[1] // config.frame_tokens
-        phases = self._rotary.phases(first, num_frames, config.frame_tokens, 1, num_actions, num_states, 0)
+        phases = self._rotary.phases(first, num_frames, config.frame_tokens, 1, ((0, num_actions), (0, num_states)))
         frequencies = torch.randn(num_tokens, config.freq_dim, device=x.device, dtype=x.dtype)
-        modulation = self._dit.time_projection(self._dit.time_embedding(frequencies)).unflatten(1, (6, -1))
-        for layer, block in enumerate(self._dit.blocks):
+        modulation = self.dit.time_projection(self.dit.time_embedding(frequencies)).unflatten(1, (6, -1))
+        for layer, block in enumerate(self.dit.blocks):
             x = self._block(block, layer, x, modulation, phases, commit)  # type: ignore[arg-type]
         return x
 

@@ -6,18 +6,21 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
-from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.load import accelerate, load_engine, start_engine
-from worldkv.models.dreamzero.config import DreamZeroConfig, dreamzero_5b, dreamzero_14b
+from worldkv.bench.released import RELEASED, TINY
+from worldkv.bench.watching import Bench, Seen, TimedExecutor
+from worldkv.engine.core import Model
+from worldkv.engine.engine import EngineConfig
+from worldkv.kv.cache import KVCache
+from worldkv.load import start_engine
+from worldkv.models.dreamzero.checkpoint import load
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.dreamzero.true_size import random_model
 from worldkv.models.wan.fused import Precision
-
-TRUE_SIZES: dict[str, Callable[[], DreamZeroConfig]] = {"dreamzero-14b": dreamzero_14b, "dreamzero-5b": dreamzero_5b}
-MODELS = (*TRUE_SIZES, "tiny")
+from worldkv.models.wan.graphs import accelerate
 
 
 def build_engine(
@@ -28,19 +31,27 @@ def build_engine(
     *,
     precision: Precision = "model",
     progress: Callable[[str], None] = lambda _: None,
-) -> Engine:
+) -> Bench:
     """An engine over random weights: they run at full cost, and have learned nothing."""
-    if model in TRUE_SIZES:
-        made = random_model(TRUE_SIZES[model](), device=device, dtype=dtype, progress=progress)
-        accelerate(made._dit, precision)
-        return start_engine(made, config, device, dtype)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks
-        checkpoint = write_random_checkpoint(Path(folder) / "random", view_height=16, view_width=24)
-        return load_engine(checkpoint, config, device=device, dtype=dtype, precision=precision)
+    if model in RELEASED:
+        made = random_model(RELEASED[model](), device=device, dtype=dtype, progress=progress)
+        accelerate(made.dit, precision)
+    else:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks
+            checkpoint = write_random_checkpoint(Path(folder) / "random", view_height=16, view_width=24)
+            made = load(checkpoint, device=device, dtype=dtype, precision=precision)
+    seen, executors = Seen(), []
+
+    def timed(cache: KVCache) -> TimedExecutor:
+        executors.append(TimedExecutor(cast("Model", made), cache, alone=config.batch_invariant))
+        return executors[-1]
+
+    engine = start_engine(made, config, device, dtype, observer=seen, make_executor=timed)
+    return Bench(engine, made, executors[-1], seen)
 
 
 def sessions_that_fit(model: str, wanted: Sequence[int]) -> list[int]:
     """Of the session counts asked for, those that a GPU of 141 GB has room for beside the model."""
-    most = {"dreamzero-14b": 4, "dreamzero-5b": 64, "tiny": 16}[model]
+    most = {"dreamzero-14b": 4, "dreamzero-5b": 64, TINY: 16}[model]
     return [count for count in wanted if count <= most]

@@ -10,16 +10,15 @@ import warnings
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from worldkv.bench.ticks import TICKS_PER_WINDOW, make_inputs
-from worldkv.engine.engine import Engine
+from worldkv.bench.watching import Bench
 
 
-def measure_steadiness(engine: Engine, num_sessions: int, num_ticks: int = 100) -> dict[str, Any]:
+def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) -> dict[str, Any]:
     """`num_ticks` ticks of sessions at different fills, after three times as many that warm up; see the module."""
-    sessions = [engine.open_session() for _ in range(num_sessions)]
+    sessions = [bench.engine.open_session() for _ in range(num_sessions)]
     ages = [0] * num_sessions
 
     def tick(count: int) -> None:
@@ -29,13 +28,13 @@ def measure_steadiness(engine: Engine, num_sessions: int, num_ticks: int = 100) 
                 if turn < n % TICKS_PER_WINDOW and ages[n] == 0:
                     continue  # begins later, so that fills differ
                 num_frames = 1 if ages[n] % TICKS_PER_WINDOW == 0 else 4
-                futures.append(engine.submit(session, make_inputs(engine, 1000 * n + ages[n], num_frames)))
+                futures.append(bench.engine.submit(session, make_inputs(bench, 1000 * n + ages[n], num_frames)))
                 ages[n] += 1
             for future in futures:
-                np.asarray(future.result().actions)
+                future.result()
 
     tick(3 * num_ticks)
-    before, done = _made(engine), sum(ages)
+    before, done = _made(bench), sum(ages)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -43,10 +42,10 @@ def measure_steadiness(engine: Engine, num_sessions: int, num_ticks: int = 100) 
             tick(num_ticks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    made = {what: count - before[what] for what, count in _made(engine).items()}
+    made = {what: count - before[what] for what, count in _made(bench).items()}
     waits = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
     for session in sessions:
-        engine.close(session, "measured")
+        bench.engine.close(session, "measured")
     return {
         "sessions": num_sessions,
         "ticks": sum(ages) - done,
@@ -56,27 +55,28 @@ def measure_steadiness(engine: Engine, num_sessions: int, num_ticks: int = 100) 
     }
 
 
-def _made(engine: Engine) -> dict[str, int]:
+def _made(bench: Bench) -> dict[str, int]:
     """How many kernels were compiled, graphs captured and attention plans built so far."""
     from worldkv.attention import cudnn
-    from worldkv.models.wan import kernels_triton as triton_kernels
+    from worldkv.models.wan import kernels_triton
 
-    names = ("_residual_norm", "_rms_norm", "_norm_rotate_write", "_quantise_rows")
-    kernels = [getattr(triton_kernels, name) for name in names]
-    compiled = sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
-    captured = getattr(engine.model._dit.run_blocks, "num_captured", 0)
-    return {"kernels": compiled, "graphs": captured, "attention_plans": cudnn._graph.cache_info().currsize}
+    captured = getattr(bench.model.dit.run_blocks, "num_captured", 0)
+    return {
+        "kernels": kernels_triton.num_compiled(),
+        "graphs": captured,
+        "attention_plans": cudnn.num_graphs(),
+    }
 
 
-def profile_forwards(engine: Engine, most: int = 14) -> list[dict[str, Any]]:
+def profile_forwards(bench: Bench, most: int = 14) -> list[dict[str, Any]]:
     """Milliseconds on the device by kernel, of one tick with a full window: the largest first, then the rest."""
-    session = engine.open_session()
+    session = bench.engine.open_session()
     for tick in range(TICKS_PER_WINDOW - 1):
-        np.asarray(engine.submit(session, make_inputs(engine, tick, 1 if tick == 0 else 4)).result().actions)
+        bench.engine.submit(session, make_inputs(bench, tick, 1 if tick == 0 else 4)).result()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        np.asarray(engine.submit(session, make_inputs(engine, 9, 4)).result().actions)
+        bench.engine.submit(session, make_inputs(bench, 9, 4)).result()
         torch.cuda.synchronize()
-    engine.close(session, "profiled")
+    bench.engine.close(session, "profiled")
     averages = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     rows = [{"kernel": e.key[:90], "calls": e.count, "ms": round(e.self_device_time_total / 1e3, 3)} for e in averages]
     rest = round(sum(row["ms"] for row in rows[most:]), 3)

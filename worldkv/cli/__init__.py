@@ -1,1 +1,1 @@
-"""cli."""
+"""The command line: `main` and a module per command."""

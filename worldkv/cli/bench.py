@@ -9,12 +9,41 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from worldkv.cli.common import choose_device, choose_dtype, spinner
+from worldkv.bench.released import RELEASED, TINY
+from worldkv.cli.common import (
+    add_attention,
+    add_block_size,
+    add_device,
+    add_output,
+    choose_device,
+    choose_dtype,
+)
+from worldkv.engine.config import EngineConfig
+from worldkv.show.terminal import spinner
 
 if TYPE_CHECKING:
     import torch
 
-    from worldkv.engine.engine import Engine
+    from worldkv.bench.watching import Bench
+
+PARTS = ("attention", "ticks", "sessions", "steady", "profile", "memory", "baseline", "fp8")
+
+MORE = (
+    "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
+    "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
+    "a table, leaves bench.json and plots in the output folder; the last line is the JSON."
+)
+EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"({TINY})")
+    add_device(parser)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS} (all)")
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    add_output(parser, "bench-output")
+    add_attention(parser)
+    add_block_size(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,40 +100,39 @@ def _measure_engine(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, results: dict[str, Any]
 ) -> None:
     from worldkv.bench.models import build_engine, sessions_that_fit
-    from worldkv.engine.engine import EngineConfig
 
     counts = sessions_that_fit(arguments.model, arguments.sessions)
     config = EngineConfig(
         block_size=arguments.block_size, max_sessions=max([1, *counts]), max_rows=128, attention=arguments.attention
     )
-    engine = build_engine(arguments.model, config, device, dtype, progress=lambda part: print(f"making {part}"))
+    bench = build_engine(arguments.model, config, device, dtype, progress=lambda part: print(f"making {part}"))
     try:
         if "ticks" in arguments.parts:
-            results["ticks"] = _ticks(engine, results["ceilings"]["matrix_tflops"], "DiT")
+            results["ticks"] = _ticks(bench, results["ceilings"]["matrix_tflops"], "DiT")
         if "sessions" in arguments.parts:
-            results["sessions"] = _sessions(engine, counts)
+            results["sessions"] = _sessions(bench, counts)
         if "steady" in arguments.parts and device.type == "cuda":
-            results["steady"] = _steady(engine, max(counts), 24 if arguments.model == "dreamzero-14b" else 100)
+            results["steady"] = _steady(bench, max(counts), 24 if arguments.model == "dreamzero-14b" else 100)
         if "profile" in arguments.parts and device.type == "cuda":
-            results["profile"] = _profile(engine)
+            results["profile"] = _profile(bench)
         if "memory" in arguments.parts and device.type == "cuda":
-            results["memory"] = _memory(engine)
+            results["memory"] = _memory(bench)
         if "baseline" in arguments.parts:
-            results["baseline"] = _baseline(engine)
+            results["baseline"] = _baseline(bench)
             if "ticks" in results:
                 ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
                 results["baseline"]["ratio"] = round(ratio, 2)
                 print(f"  the paged engine is {ratio:.2f} times faster")
         if "fp8" in arguments.parts and device.type == "cuda":
-            results["fp8"] = _float8(engine, results["ceilings"]["matrix_tflops"])
+            results["fp8"] = _float8(bench, results["ceilings"]["matrix_tflops"])
     finally:
-        engine.shutdown()
+        bench.engine.shutdown()
 
 
-def _ticks(engine: Engine, ceiling: float, name: str) -> dict[str, Any]:
+def _ticks(bench: Bench, ceiling: float, name: str) -> dict[str, Any]:
     from worldkv.bench.ticks import measure_window
 
-    measured = measure_window(engine)
+    measured = measure_window(bench)
     measured["fraction_of_ceiling"] = round(measured["achieved_tflops"] / ceiling, 3)
     print(
         f"{name}: {measured['dit_ms_mean']:.1f} ms a chunk (histories of 1, 3, 5, 7 frames: "
@@ -115,11 +143,11 @@ def _ticks(engine: Engine, ceiling: float, name: str) -> dict[str, Any]:
     return measured
 
 
-def _sessions(engine: Engine, counts: Iterable[int]) -> list[dict[str, Any]]:
+def _sessions(bench: Bench, counts: Iterable[int]) -> list[dict[str, Any]]:
     from worldkv.bench.ticks import measure_sessions
 
     rows = []
-    for row in measure_sessions(engine, list(counts)):
+    for row in measure_sessions(bench, list(counts)):
         rows.append(row)
         print(
             f"  {row['sessions']:>3} sessions: {row['ticks_per_s']:7.2f} ticks/s, p50 {row['p50_ms']:8.1f} ms, "
@@ -128,10 +156,10 @@ def _sessions(engine: Engine, counts: Iterable[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _steady(engine: Engine, num_sessions: int, num_ticks: int) -> dict[str, Any]:
+def _steady(bench: Bench, num_sessions: int, num_ticks: int) -> dict[str, Any]:
     from worldkv.bench.steady import measure_steadiness
 
-    measured = measure_steadiness(engine, min(num_sessions, 8), num_ticks)
+    measured = measure_steadiness(bench, min(num_sessions, 8), num_ticks)
     print(
         f"after warm-up, in {measured['ticks']} ticks of {measured['sessions']} sessions: made "
         f"{measured['made_after_warm_up']}, host waits {measured['host_waits']} {measured['where']}"
@@ -139,30 +167,31 @@ def _steady(engine: Engine, num_sessions: int, num_ticks: int) -> dict[str, Any]
     return measured
 
 
-def _profile(engine: Engine) -> list[dict[str, Any]]:
+def _profile(bench: Bench) -> list[dict[str, Any]]:
     from worldkv.bench.steady import profile_forwards
 
-    rows = profile_forwards(engine)
+    rows = profile_forwards(bench)
     for row in rows:
         print(f"  {row['ms']:9.2f} ms {row['calls']:>6} calls  {row['kernel']}")
     return rows
 
 
-def _memory(engine: Engine) -> dict[str, Any]:
+def _memory(bench: Bench) -> dict[str, Any]:
     """What is allocated on the device against what is accounted for."""
     import torch
 
-    weights, pool = engine.model.num_weight_bytes, engine.cache.storage.num_bytes
-    allocated = torch.cuda.memory_allocated(engine.cache.storage.device)
+    card = bench.engine.cache_card
+    weights, pool = bench.engine.card.num_weight_bytes, card.num_bytes
+    allocated = torch.cuda.memory_allocated(card.device)
     gib = {name: round(value / 2**30, 2) for name, value in (("weights", weights), ("pool", pool), ("all", allocated))}
     print(f"memory, GiB: {gib}; unaccounted {100 * (1 - (weights + pool) / allocated):.1f} %")
     return {"gib": gib, "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
 
 
-def _baseline(engine: Engine) -> dict[str, Any]:
+def _baseline(bench: Bench) -> dict[str, Any]:
     from worldkv.bench.baseline import measure_baseline
 
-    measured = measure_baseline(engine.model._dit, engine.model.config)
+    measured = measure_baseline(bench.model.dit, bench.model.config)
     print(
         f"plain baseline: {measured['dit_ms_mean']:.1f} ms a chunk (histories of 1, 3, 5, 7 frames: "
         f"{measured['dit_ms_by_history']})"
@@ -170,15 +199,15 @@ def _baseline(engine: Engine) -> dict[str, Any]:
     return measured
 
 
-def _float8(engine: Engine, ceiling: float) -> dict[str, Any]:
+def _float8(bench: Bench, ceiling: float) -> dict[str, Any]:
     """The last thing to be measured: the products' own weights are given up."""
-    from worldkv.bench.ticks import relative_errors, traced_tick
-    from worldkv.load import accelerate
+    from worldkv.bench.ticks import relative_errors, seen_tick
+    from worldkv.models.wan.graphs import accelerate
 
-    expected = traced_tick(engine)
-    accelerate(engine.model._dit, "fp8")
-    errors = relative_errors(traced_tick(engine), expected)
-    measured = _ticks(engine, ceiling, "DiT, float8 products")
+    expected = seen_tick(bench)
+    accelerate(bench.model.dit, "fp8")
+    errors = relative_errors(seen_tick(bench), expected)
+    measured = _ticks(bench, ceiling, "DiT, float8 products")
     measured["relative_error"] = errors
     print("  relative error against bfloat16: " + ", ".join(f"{name} {error:.2e}" for name, error in errors.items()))
     return measured

@@ -1,18 +1,20 @@
-"""What the commands share: exit codes, one-line errors, progress bars, opening a policy. Imports no torch itself."""
+"""What the commands share: exit codes, options, warnings as lines, opening a policy. Imports no torch itself."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import importlib.util
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
+from worldkv.engine.config import EngineConfig
+from worldkv.show.terminal import progress, spinner
 
+if TYPE_CHECKING:
     import torch
 
     from worldkv.robots.policy import Policy
@@ -22,49 +24,88 @@ EXIT_CODES = (
     "exit codes: 0 done, 1 a check or the run failed, 2 something given is wrong (one line says what), 130 stopped"
 )
 
-Step = Callable[[int, int], None]
 
-
-@contextlib.contextmanager
-def progress(label: str, *, is_bytes: bool = False) -> Iterator[Step]:
-    """A progress bar on standard error, driven by step(done, total); one plain line without rich or a terminal."""
-    if not (sys.stderr.isatty() and has_rich()):
-        print(f"{label} ...", file=sys.stderr, flush=True)
-        yield lambda done, total: None
-        return
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    counts: rich_progress.ProgressColumn = (
-        rich_progress.DownloadColumn() if is_bytes else rich_progress.MofNCompleteColumn()
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    """What `load_policy_for` reads, but for the checkpoint."""
+    group = command.add_argument_group("engine")
+    add_device(group)
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of weights and cache; auto: bfloat16 on a GPU, float32 on a CPU (auto)",
     )
-    columns = (
-        rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("{task.description}"),
-        rich_progress.BarColumn(),
-        counts,
-        rich_progress.TimeElapsedColumn(),
+    add_attention(group)
+    add_block_size(group)
+    group.add_argument(
+        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
     )
-    with rich_progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(label, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total or None)
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="a session's answers do not depend on who shares its batches, bit for bit; slower",
+    )
+    add_robot_and_base(group)
+    group.add_argument(
+        "--steps",
+        default="8",
+        choices=("5", "6", "7", "8", "all", "dynamic"),
+        help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
+    )
+    group.add_argument(
+        "--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+    )
 
 
-@contextlib.contextmanager
-def spinner(label: str) -> Iterator[None]:
-    """Something that moves on standard error while nobody can say how long it takes."""
-    if not (sys.stderr.isatty() and has_rich()):
-        print(f"{label} ...", file=sys.stderr, flush=True)
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(label):
-        yield
+def add_device(group: argparse._ActionsContainer, default: str = "auto") -> None:
+    what = "cpu, cuda, cuda:N or auto" + (": the GPU if there is one" if default == "auto" else "")
+    group.add_argument("--device", default=default, help=f"{what} ({default})")
 
 
-def has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None
+def add_attention(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--attention",
+        default=EngineConfig.attention,
+        metavar="NAME",
+        help=f"auto, reference, or cudnn on an NVIDIA GPU ({EngineConfig.attention})",
+    )
+
+
+def add_block_size(group: argparse._ActionsContainer) -> None:
+    default = EngineConfig.block_size
+    group.add_argument(
+        "--block-size", type=int, default=default, help=f"KV slots per block, a power of two ({default})"
+    )
+
+
+def add_robot_and_base(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--embodiment",
+        metavar="NAME",
+        help="the robot: a packaged one (see `worldkv embodiments`) or a yaml file of your own (the checkpoint's)",
+    )
+    group.add_argument(
+        "--base",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="base Wan folder, for what a LoRA run leaves out; of several the first that has a part brings it",
+    )
+
+
+def add_server_address(command: argparse.ArgumentParser, default: str | None = "ws://127.0.0.1:8000") -> None:
+    command.add_argument("--url", default=default, metavar="URL", help=f"of the server ({default or 'none'})")
+    add_api_key(command, "(WORLDKV_API_KEY)")
+
+
+def add_api_key(command: argparse.ArgumentParser, what: str) -> None:
+    default = os.environ.get("WORLDKV_API_KEY") or None
+    command.add_argument("--api-key", default=default, metavar="KEY", help=what)
+
+
+def add_output(command: argparse.ArgumentParser, default: str, metavar: str = "DIR") -> None:
+    command.add_argument("--output", type=Path, default=Path(default), metavar=metavar, help=f"({default})")
 
 
 @contextlib.contextmanager
@@ -113,10 +154,9 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> Policy:
-    """The policy that the options of `main.add_engine_options` describe, with a progress bar. The caller closes it and
+    """The policy that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     with spinner("starting up"):  # torch and the model libraries take seconds to import
-        from worldkv.engine.engine import EngineConfig
         from worldkv.load import load_policy
         from worldkv.models.dreamzero.checkpoint import Checkpoint
 
@@ -145,15 +185,13 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
 def describe_model(policy: Policy, checkpoint_folder: Path) -> list[str]:
     """What was loaded, in lines for people."""
     engine, robot = policy.engine, policy.embodiment
-    config, storage = engine.model.config, engine.cache.storage
-    dit, camera = config.dit, robot.cameras[0]
+    card, cache, camera = engine.card, engine.cache_card, robot.cameras[0]
     return [
-        f"model      {checkpoint_folder.name}: {dit.model_type}, {dit.num_layers} layers, width {dit.dim}, "
-        f"{engine.model.steps} of {config.num_inference_steps} solver steps",
+        f"model      {checkpoint_folder.name}: {card.sizes}, "
+        f"{card.facts['steps']} of {card.facts['solver_steps']} solver steps",
         f"robot      {robot.tag}: {len(robot.cameras)} cameras of {camera.width} x {camera.height}, "
         f"{robot.action_horizon} actions of {robot.action_dim} numbers at {robot.fps:g} Hz",
-        f"running    on {storage.device} in {str(storage.dtype).removeprefix('torch.')}, "
-        f"attention by {engine.cache.backend.name}",
+        f"running    on {cache.device} in {cache.dtype}, attention by {cache.attention}",
         f"cache      {engine.capacity().explain()}",
     ]
 
@@ -163,12 +201,3 @@ def is_random(checkpoint_folder: Path) -> bool:
     from worldkv.models.dreamzero.folder import describe
 
     return describe(checkpoint_folder, []).random_weights
-
-
-def size_text(num_bytes: float) -> str:
-    """A size for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"

@@ -10,21 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-import torch
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from worldkv import __version__
-from worldkv.cli.common import OK, progress, size_text, spinner
+from worldkv.cli.common import OK, add_robot_and_base
 from worldkv.errors import CheckpointError
-from worldkv.load import checkpoint_embodiment
-from worldkv.models.checkpoints.shards import compare_shards, plan_shards, write_shards
-from worldkv.models.dreamzero.checkpoint import Checkpoint, dit_tensor_shapes
-from worldkv.models.dreamzero.folder import DIT_PREFIX, WORLDKV_FILE, read_yaml
-from worldkv.models.wan.names import IMAGE_PREFIX
-from worldkv.models.wan.tokenizer import find_tokenizer
-from worldkv.robots.embodiment_file import describe
+from worldkv.show.terminal import progress, size_text, spinner
+
+if TYPE_CHECKING:
+    from worldkv.models.dreamzero.checkpoint import Checkpoint
 
 _RECORDINGS = ("golden.safetensors", "calls.json", "policy.safetensors")  # what `verify` compares with
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
@@ -34,17 +28,36 @@ _HEADER = """\
 """
 
 
+MORE = (
+    "Takes every published form: one file or shards, full fine-tunes, LoRA runs (merged), with or without their\n"
+    "base, robots from conf.yaml or from --embodiment. Tokenizer and recordings come along. May be stopped and\n"
+    "run again: whole shards are kept. Every tensor is read back and compared at the end."
+)
+EXAMPLE = "worldkv convert DreamZero-LoRA --base Wan2.1-I2V-14B-480P --output DreamZero-mine"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
+    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a shard, at most (5)")
+    add_robot_and_base(parser)
+
+
 def run(arguments: argparse.Namespace) -> int:
     folder, output = arguments.folder, arguments.output
     with spinner("reading the checkpoint"):
-        from worldkv.models.wan.encoders import check_all_tensors
-        from worldkv.models.wan.sizes import read_sizes
+        import torch
+        import yaml
+
+        from worldkv.models.checkpoints.shards import compare_shards, plan_shards, write_shards
+        from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors, needed_shapes, read_sizes
+        from worldkv.models.dreamzero.folder import IMAGE_PREFIX, WORLDKV_FILE
 
         checkpoint = Checkpoint.open(folder, arguments.base)
         check_all_tensors(checkpoint)
         described = _describe(checkpoint, arguments)
-        needed = {DIT_PREFIX + name for name in dit_tensor_shapes(checkpoint.config.dit)}
-        needed |= read_sizes(checkpoint).tensor_shapes().keys()
+        needed = set(needed_shapes(checkpoint.config, read_sizes(checkpoint)))
         # the image tower's last layer is never run, but counted
         needed |= {name for name in checkpoint.shapes if name.startswith(f"{IMAGE_PREFIX}transformer.")}
     if output.resolve() == folder.resolve():
@@ -72,6 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _describe(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
     """What worldkv.yaml says."""
+    from worldkv.robots.embodiment_file import describe
+    from worldkv.robots.of_checkpoint import checkpoint_embodiment
+
     names: list[Any] = [arguments.embodiment]
     if arguments.embodiment is None and (checkpoint.embodiments or checkpoint.conf):
         names = list(checkpoint.embodiments or checkpoint.metadata)
@@ -91,6 +107,9 @@ def _describe(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str
 
 def _prepare(output: Path, num_bytes: int, planned: set[str], source: str) -> None:
     """Makes the folder. What is not of a conversion, of another one, or a disk too small, is told before any work."""
+    from worldkv.models.checkpoints.files import read_yaml
+    from worldkv.models.dreamzero.folder import WORLDKV_FILE
+
     output.mkdir(parents=True, exist_ok=True)
     known = {WORLDKV_FILE, _aside_of(output / WORLDKV_FILE).name, *_along()}
     foreign = [p.name for p in output.iterdir() if not p.name.startswith("model") and p.name not in known]
@@ -134,6 +153,8 @@ def _along() -> tuple[str, ...]:
 
 
 def _copy_along(folder: Path, output: Path) -> None:
+    from worldkv.models.wan.tokenizer import find_tokenizer
+
     found = find_tokenizer(folder)
     for source in [folder / name for name in _RECORDINGS] + [(found or folder) / name for name in _TOKENIZER]:
         if source.is_file():

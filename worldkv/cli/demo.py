@@ -17,17 +17,34 @@ from types import FrameType
 
 import numpy as np
 
-from worldkv.cli.common import OK, progress, spinner
+from worldkv.cli.common import OK, add_output
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
 from worldkv.demo.synthetic import CONTROL_HZ, SyntheticArm
 from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.show.live_table import LiveTable
 from worldkv.show.records import record_of_answer
+from worldkv.show.terminal import progress, spinner
 from worldkv.show.video import write_video
 
 _HORIZON = 24  # actions a tick, as DreamZero's
 _BLOCK_SIZE = "16"  # smaller than a frame of the tiny model, so that blocks come and go visibly
+
+
+MORE = (
+    "Writes a tiny checkpoint of random weights, serves it in a second process and drives it over a real\n"
+    "websocket with a drawn arm that follows the actions. The weights have learned nothing, so neither do the\n"
+    "motions mean anything: it shows the machinery. Prints the address of its console; in a terminal it\n"
+    "stays until it is stopped. Needs no GPU and no download."
+)
+EXAMPLE = "worldkv demo --ticks 12 --output demo-output"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_output(parser, "demo-output")
+    parser.add_argument("--ticks", type=int, default=12, metavar="N", help="requests to make (12)")
+    parser.add_argument("--once", action="store_true", help="stop after them (what scripts get)")
+    parser.add_argument("--stay", action="store_true", help="go on until Ctrl-C (what a terminal gets)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,8 +108,8 @@ def _go_on(arm: SyntheticArm, robot: PolicyClient) -> None:
 
 def _write_checkpoint(folder: Path) -> int:
     """Returns the frames of a full window."""
+    from worldkv.models.checkpoints.files import CONFIG_FILE, read_json
     from worldkv.models.dreamzero.config import DreamZeroConfig
-    from worldkv.models.dreamzero.folder import CONFIG_FILE, read_json
     from worldkv.models.dreamzero.random import write_random_checkpoint
 
     write_random_checkpoint(folder, action_horizon=_HORIZON)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from worldkv.cli.common import FAILED, OK
+from worldkv.cli.common import FAILED, OK, add_server_address
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
 
@@ -38,6 +38,23 @@ class Report:
     def fail(self, what: str, text: str) -> None:
         self.num_failures += 1
         print(f"  FAIL  {what:<12} {text}")
+
+
+MORE = (
+    "Opens a session of its own, ticks it with noise (and once with your observation, if you give one) and\n"
+    "deletes it. Warnings of the server are printed as it would log them; a picture shows each camera beside its\n"
+    "place in the model's image, since swapped cameras can only be seen. Needs no torch."
+)
+EXAMPLE = "worldkv doctor --url ws://gpu-box:8000 --observation seen.npz"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_server_address(parser)
+    parser.add_argument(
+        "--observation", type=Path, metavar="FILE", help="npz with what your robot sends: images, state, prompt"
+    )
+    parser.add_argument("--ticks", type=int, default=5, metavar="N", help="to measure with (5)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture, png (none)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,12 +5,27 @@ from __future__ import annotations
 import argparse
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from worldkv.cli.common import OK
-from worldkv.robots.embodiment_file import EmbodimentFile, load_embodiment_file, packaged
+
+if TYPE_CHECKING:
+    from worldkv.robots.embodiment_file import EmbodimentFile
+
+MORE = (
+    "A file says how a robot's cameras, state and actions are named, ordered, scaled and tiled, and what the\n"
+    "model is told about them. docs/embodiments.md describes it; copy one that is near to yours."
+)
+EXAMPLE = "worldkv embodiments oxe_droid > my_robot.yaml"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a packaged one to print, or a file to check")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from worldkv.robots.embodiment_file import load_embodiment_file, packaged
+
     if arguments.name is None:
         for name, file in packaged().items():
             print(f"{name:<12} {file.description}; tags {', '.join(file.tags)}")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.cli.common import OK, Step, progress
-from worldkv.cli.console_client import console_feed, receive
+from worldkv.cli.common import OK, add_output, add_server_address
 from worldkv.errors import ConnectionLost
 from worldkv.robots.tiling import tile_views
 from worldkv.show.pictures import VIDEO_HZ, beside, resized
+from worldkv.show.terminal import Step, progress
 from worldkv.show.video import write_video
+from worldkv_client.console import console_feed, receive
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -23,10 +24,24 @@ if TYPE_CHECKING:
 Tick = tuple[Mapping[str, np.ndarray], np.ndarray]  # what the cameras saw, by name; the imagined frames
 
 
+MORE = (
+    "Watches the session as the console does, for some ticks of its robot. Of recordings, `worldkv replay` makes\n"
+    "such a video. Needs no torch."
+)
+EXAMPLE = "worldkv film --url ws://gpu-box:8000 --session arm --ticks 20 --output arm.mp4"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_server_address(parser)
+    parser.add_argument("--session", required=True, metavar="ID", help="of an open session")
+    parser.add_argument("--ticks", type=int, default=10, metavar="N", help="to film (10)")
+    add_output(parser, "film.mp4", "FILE")
+
+
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ticks < 1:
         raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
-    with console_feed(arguments) as (socket, hello):
+    with console_feed(arguments.url, arguments.api_key) as (socket, hello):
         socket.send(json.dumps({"watch": [arguments.session]}))
         with progress(f"filming {arguments.session}") as step:
             ticks = _ticks(socket, arguments, step)

@@ -1,200 +1,27 @@
-"""`worldkv inspect`: what a checkpoint folder holds and needs. Reads config, headers and experiment_cfg, no weights.
-
-Goes on after a fault as far as it can, since a damaged folder is what it is most needed for.
-"""
+"""`worldkv inspect`: what a checkpoint folder holds and needs."""
 
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
-import torch
+from worldkv.cli.common import FAILED, OK, add_block_size, add_robot_and_base
 
-from worldkv.cli.common import FAILED, OK, size_text, spinner
-from worldkv.errors import CheckpointError
-from worldkv.load import checkpoint_embodiment
-from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.config import DreamZeroConfig
-from worldkv.models.dreamzero.folder import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
-    WORLDKV_FILE,
-    Description,
-    describe,
-    expect_checkpoint_folder,
-    read_headers,
+MORE = (
+    "Sizes by part, window, bytes of K/V per frame and per session, embodiments, tokenizer, and everything that\n"
+    "is missing or contradicts itself; any of the last makes the exit code 1."
 )
-from worldkv.models.dreamzero.model import kv_spec
-from worldkv.models.wan.tokenizer import find_tokenizer
+EXAMPLE = "worldkv inspect DreamZero-DROID"
 
-_PARTS = {
-    "action_head.model.": "world model (DiT)",
-    "action_head.text_encoder.": "text encoder",
-    "action_head.image_encoder.": "image encoder",
-    "action_head.vae.": "VAE",
-}
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-T = TypeVar("T")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    add_block_size(parser)
+    add_robot_and_base(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder, problems = arguments.folder, _Problems()
-    if not folder.is_dir():
-        expect_checkpoint_folder(folder)  # raises, and says what it found
-    if arguments.block_size < 1 or arguments.block_size & (arguments.block_size - 1):
-        raise ValueError(f"--block-size: expected a power of two, got {arguments.block_size}")
-    print(f"{folder}")
-    problems.of(lambda: expect_checkpoint_folder(folder))
-    described: Description | None = None
-    found: list[str] = []
-    if any((folder / name).is_file() for name in (CONFIG_FILE, WORLDKV_FILE)):
-        described = problems.of(lambda: describe(folder, found))
-    problems.texts += found
-    if any((folder / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        _show_weights(folder, problems)
-    if described is not None:
-        _show_model(described)
-        _show_cache(described.config, arguments.block_size)
-        _show_embodiments(described, arguments.embodiment, problems)
-    _show_tokenizer(folder)
-    with spinner("checking every tensor's name and shape"):
-        problems.of(lambda: _check_tensors(folder, arguments.base))
-    return problems.report()
+    from worldkv.show.inspection import inspect_folder
 
-
-class _Problems:
-    """Everything wrong so far; one text may list many faults."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def of(self, look: Callable[[], T]) -> T | None:
-        """What `look` returns; None where it raises a CheckpointError, which is kept."""
-        try:
-            return look()
-        except CheckpointError as error:
-            self.texts.append(str(error))
-            return None
-
-    def report(self) -> int:
-        lines = [line.strip() for text in self.texts for line in text.splitlines()]
-        faults = list(dict.fromkeys(line for line in lines if line and not line.endswith(":")))  # no headlines
-        print()
-        if not faults:
-            print("nothing is missing; serve it with `worldkv serve --checkpoint` and this folder")
-            return OK
-        print("what is wrong")
-        for fault in faults:
-            print(f"  {fault}")
-        return FAILED
-
-
-def _heading(text: str) -> None:
-    print(f"\n{text}")
-
-
-def _show_weights(folder: Path, problems: _Problems) -> None:
-    """Parts, tensors, numbers and bytes, from the headers of the files that can be read."""
-    found: list[str] = []
-    files, shapes, dtypes = problems.of(lambda: read_headers(folder, found)) or ({}, {}, {})
-    problems.texts += found
-    _heading(f"weights    {len(shapes)} tensors in {len(set(files.values()))} files")
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in shapes:
-        part = next((label for prefix, label in _PARTS.items() if name.startswith(prefix)), "something else")
-        groups[part].append(name)
-    for part in (*_PARTS.values(), "something else"):
-        if part in groups:
-            print(_part_line(part, groups[part], shapes, dtypes))
-    if len(groups) > 1:
-        print(_part_line("all", shapes, shapes, dtypes))
-
-
-def _part_line(
-    part: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> str:
-    sizes = {name: torch.Size(shapes[name]).numel() for name in names}
-    num_bytes = sum(count * dtypes[name].itemsize for name, count in sizes.items())
-    kinds = ", ".join(sorted({str(dtypes[name]).removeprefix("torch.") for name in sizes}))
-    return (
-        f"  {part:<18} {len(sizes):>5} tensors {sum(sizes.values()) / 1e6:>11.3f} M {size_text(num_bytes):>11}  {kinds}"
-    )
-
-
-def _show_model(described: Description) -> None:
-    config, dit = described.config, described.config.dit
-    kind = {"i2v": "as DreamZero-14B, Wan 2.1 VAE", "ti2v": "as DreamZero-5B, Wan 2.2 VAE"}[dit.model_type]
-    _heading(f"model      {dit.model_type}: {kind}")
-    if described.random_weights:
-        print("  random weights written by worldkv: nothing was learned")
-    rows = {
-        "layers, heads": f"{dit.num_layers} layers of {dit.num_heads} heads of {dit.head_dim}",
-        "frame": f"{dit.frame_tokens} tokens",
-        "window": f"{config.window_frames} frames; when it is full it restarts from the newest",
-        "a tick": f"{config.frames_per_chunk} frames and {config.action_horizon} actions, "
-        f"{config.num_inference_steps} solver steps, guidance {config.cfg_scale:g}",
-    }
-    _show(rows)
-
-
-def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
-    spec = kv_spec(config)
-    num_blocks, num_branches = spec.blocks_per_session(block_size), len(spec.branches)
-    per_branch = spec.blocks_per_branch(block_size)
-    _heading(f"K/V cache  blocks of {block_size} slots")
-    _show(
-        {
-            "a session": f"{num_blocks} blocks at most: {num_branches} branches of {per_branch}, "
-            f"{num_blocks - num_branches * per_branch} for conditioning"
-        }
-    )
-    for name, dtype in _DTYPES.items():
-        frame = spec.chunk_size * spec.bytes_per_token(dtype.itemsize)
-        block = spec.bytes_per_block(block_size, dtype.itemsize)
-        print(
-            f"  in {name:<10} {size_text(frame)} a frame and branch, {size_text(num_branches * frame)} a frame, "
-            f"{size_text(block)} a block, {size_text(num_blocks * block)} a session"
-        )
-
-
-def _show_embodiments(described: Description, name: str | None, problems: _Problems) -> None:
-    """Each embodiment with statistics, or the one that is asked for, and whether it can be served."""
-    known = described.embodiments or described.metadata
-    _heading(f"embodiments  {', '.join(known) or 'none'}")
-    each = name is None and (described.embodiments or described.conf)
-    for tag in known if each else [name]:
-        robot = problems.of(lambda tag=tag: checkpoint_embodiment(described, tag))  # type: ignore[misc]
-        if robot is None:
-            continue
-        cameras = ", ".join(f"{camera.name} {camera.width} x {camera.height}" for camera in robot.cameras)
-        state = ", ".join(f"{quantity.key} {quantity.dim}" for quantity in robot.state)
-        actions = ", ".join(f"{q.key} {q.dim}{' (relative)' if q.relative else ''}" for q in robot.actions)
-        tag = robot.tag
-        _show({f"{tag} cameras": cameras, f"{tag} state": state, f"{tag} actions": f"{actions}, {robot.fps:g} Hz"})
-
-
-def _show_tokenizer(folder: Path) -> None:
-    found = find_tokenizer(folder)
-    absent = "none: prompts are cut into bytes, right for random weights only"
-    where = absent if found is None else f"in {found.relative_to(folder)}" if found != folder else "in the folder"
-    _heading(f"tokenizer  {where}")
-    if (folder / "golden.safetensors").is_file():
-        print("recording  golden.safetensors: compare with `worldkv verify`")
-
-
-def _check_tensors(folder: Path, base: list[Path]) -> None:
-    """Open the folder and compare all tensors with what the model and its encoders need."""
-    checkpoint = Checkpoint.open(folder, base)
-    from worldkv.models.wan.encoders import check_all_tensors  # seconds: the model libraries
-
-    check_all_tensors(checkpoint)
-
-
-def _show(rows: Mapping[str, str]) -> None:
-    for name, value in rows.items():
-        print(f"  {name:<18} {value}")
+    whole = inspect_folder(arguments.folder, arguments.base, arguments.embodiment, arguments.block_size)
+    return OK if whole else FAILED

@@ -1,122 +1,33 @@
-"""`worldkv plan`: how many robots one GPU serves. From sizes and from rates that were measured; needs no GPU."""
+"""`worldkv plan`: how many robots one GPU serves. Needs no GPU."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from worldkv.cli.common import OK, size_text
+from worldkv.bench.plan import RATES, Plan, Sizes, make_plan, sizes_of_checkpoint, sizes_of_model
+from worldkv.bench.released import RELEASED
+from worldkv.cli.common import OK, add_block_size, add_robot_and_base
+from worldkv.show.terminal import size_text
 
-if TYPE_CHECKING:
-    from worldkv.models.dreamzero.config import DreamZeroConfig
-
-_WORKSPACE = 0.08  # of the GPU's memory, kept to work in, as the engine does
-_CONTROL_HZ = 15.0  # a DROID robot executes its chunk at this rate
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Measured on one NVIDIA H200 (docs/benchmarks.md): seconds of a whole tick, alone, and ticks a second at most."""
-
-    tick_s: float
-    ticks_per_s: float
+MORE = (
+    "Sizes are those of the released models, or a folder's; times were measured on one H200\n"
+    "(docs/benchmarks.md). Needs no GPU."
+)
+EXAMPLE = "worldkv plan --model dreamzero-14b --memory 141 --precision fp8 --output plan.png"
 
 
-# whole ticks: the DiT's chunk and the video encoder
-_RATES = {
-    ("dreamzero-14b", "model"): Rate(1.58, 0.64),
-    ("dreamzero-14b", "fp8"): Rate(1.10, 0.91),
-    ("dreamzero-5b", "model"): Rate(0.073, 23.0),
-    ("dreamzero-5b", "fp8"): Rate(0.074, 23.0),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Bytes; `num_sessions` is how many fit beside the weights."""
-
-    dit: int
-    encoders: int
-    shared: int
-    session: int
-    parked: int
-    frame: int
-    memory: int
-    num_sessions: int
-
-    @property
-    def workspace(self) -> int:
-        return round(_WORKSPACE * self.memory)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is planned for. `model`: a name that was measured, or None. `chunk_s`: how long a chunk of actions lasts."""
-
-    title: str
-    config: DreamZeroConfig
-    dit: int  # bytes in bfloat16
-    encoders: int
-    model: str | None
-    chunk_s: float
-
-
-def sizes_of_model(model: str) -> Sizes:
-    """Of a released model's true sizes."""
-    from worldkv.bench.models import TRUE_SIZES as MODELS
-    from worldkv.models.dreamzero.checkpoint import dit_tensor_shapes
-    from worldkv.models.dreamzero.true_size import TRUE_SIZES
-
-    config = MODELS[model]()
-    encoders = _num_bytes(TRUE_SIZES[config.dit.model_type].tensor_shapes())
-    return Sizes(model, config, _num_bytes(dit_tensor_shapes(config.dit)), encoders, model, 24 / _CONTROL_HZ)
-
-
-def sizes_of_checkpoint(folder: Path, base: Sequence[Path], embodiment: str | None) -> Sizes:
-    """Of a folder, from its headers. Raises CheckpointError."""
-    from worldkv.bench.models import TRUE_SIZES as MODELS
-    from worldkv.load import checkpoint_embodiment
-    from worldkv.models.dreamzero.checkpoint import Checkpoint, dit_tensor_shapes
-    from worldkv.models.wan.sizes import read_sizes
-
-    checkpoint = Checkpoint.open(folder, base)
-    config, robot = checkpoint.config, checkpoint_embodiment(checkpoint, embodiment)
-    encoders = _num_bytes(read_sizes(checkpoint).tensor_shapes())
-    known = (name for name, make in MODELS.items() if make().dit == config.dit)
-    chunk_s = robot.action_horizon / robot.fps
-    return Sizes(folder.name, config, _num_bytes(dit_tensor_shapes(config.dit)), encoders, next(known, None), chunk_s)
-
-
-def _num_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """In bfloat16."""
-    return 2 * sum(math.prod(shape) for shape in shapes.values())
-
-
-def make_plan(
-    sizes: Sizes, memory_gb: float, precision: str, cfg_scale: float | None, window_policy: str, block_size: int
-) -> Plan:
-    """In bfloat16. `parked` is what a session with a full window takes on the host."""
-    from worldkv.models.dreamzero.model import kv_spec
-
-    config, dit = sizes.config, sizes.dit
-    if cfg_scale is not None:
-        config = replace(config, cfg_scale=cfg_scale)
-    if precision == "fp8":
-        dim, ffn = config.dit.dim, config.dit.ffn_dim
-        dit -= config.dit.num_layers * (6 * dim * dim + 2 * dim * ffn)  # these products' weights take one byte
-    spec = kv_spec(config, window_policy)  # type: ignore[arg-type]
-    block = spec.bytes_per_block(block_size, 2)
-    session, shared = spec.blocks_per_session(block_size) * block, spec.blocks_shared(block_size) * block
-    frame = len(spec.branches) * spec.chunk_size * spec.bytes_per_token(2)
-    conditioning = len(spec.branches) * sum(spec.conditioning.values()) * spec.bytes_per_token(2)
-    parked = spec.window.max_chunks * frame + conditioning
-    memory = round(memory_gb * 1e9)
-    free = memory - round(_WORKSPACE * memory) - dit - sizes.encoders - shared
-    return Plan(dit, sizes.encoders, shared, session, parked, frame, memory, max(0, free // session))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=tuple(RELEASED), default="dreamzero-14b")
+    what.add_argument("--checkpoint", type=Path, metavar="DIR", help="plan for this folder, from its headers")
+    parser.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
+    parser.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
+    parser.add_argument("--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off")
+    parser.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
+    add_block_size(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="draw the memory as a picture (png, svg)")
+    add_robot_and_base(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -159,7 +70,7 @@ def _print_rate(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> None
     if sizes.model is None:
         print("  a tick                         not measured for these sizes: run `worldkv doctor` against a server")
         return
-    rate, chunk_s = _RATES[sizes.model, arguments.precision], sizes.chunk_s
+    rate, chunk_s = RATES[sizes.model, arguments.precision], sizes.chunk_s
     speedup = 2.0 if arguments.cfg_scale == 1 else 1.0
     robots = int(rate.ticks_per_s * speedup * chunk_s)
     print(f"  a tick, alone                  {rate.tick_s / speedup:>10.2f} s  on one H200, measured")

@@ -5,16 +5,57 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from worldkv.cli import clip as clips
-from worldkv.cli import recorded
-from worldkv.cli.common import FAILED, OK, describe_model, is_random, load_policy_for, progress
-from worldkv.cli.lerobot import check_lerobot, write_lerobot
+from worldkv.cli.common import (
+    FAILED,
+    OK,
+    add_engine_options,
+    add_output,
+    add_server_address,
+    describe_model,
+    is_random,
+    load_policy_for,
+)
 from worldkv.client import PolicyClient
-from worldkv.robots.policy import Policy
-from worldkv.robots.recording import Recording
+from worldkv.show import clip as clips
+from worldkv.show import recorded
 from worldkv.show.episode import Episode
+from worldkv.show.lerobot import check_lerobot, write_lerobot
 from worldkv.show.live_table import LiveTable
+from worldkv.show.terminal import progress
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import Policy
+
+
+MORE = (
+    "A recording is what `worldkv serve --record` wrote of a session: its ticks are run again and compared with\n"
+    "what was answered; any difference above --tolerance makes the exit code 1.\n"
+    "A clip is a folder with exterior_image_1_left.mp4, exterior_image_2_left.mp4 and wrist_image_left.mp4, at 15\n"
+    "frames a second. The first request sends frame 0, request k the frames a-23, a-16, a-8 and a, with\n"
+    "a = 23 + 24 (k - 1); joints and gripper are zero; with --url a server gets them, over its socket.\n"
+    "Out come actions (npz, csv), predicted video, plots."
+)
+EXAMPLE = "worldkv replay --checkpoint DreamZero-DROID --clip droid_clip --output replay-output"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--clip", type=Path, metavar="DIR", help="folder with the three camera files")
+    source.add_argument("--recording", type=Path, metavar="DIR", help="folder of a recorded session")
+    add_server_address(parser, default=None)
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="largest relative difference from the recording (0: bit for bit)"
+    )
+    parser.add_argument(
+        "--lerobot", type=Path, metavar="DIR", help="write the recording as a LeRobot dataset as well (needs pyarrow)"
+    )
+    add_output(parser, "replay-output")
+    parser.add_argument("--prompt", metavar="TEXT", help="instruction (that of the public DROID test clip)")
+    parser.add_argument("--max-calls", type=int, metavar="N", help="stop after N requests (all)")
+    add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +110,8 @@ def _send_clip(arguments: argparse.Namespace) -> Episode:
 
 
 def _replay_recording(arguments: argparse.Namespace) -> int:
+    from worldkv.robots.recording import Recording
+
     recording = Recording.open(arguments.recording)
     recording.require_self_contained()
     if arguments.lerobot is not None:
@@ -102,7 +145,7 @@ def _episode(policy: Policy, arguments: argparse.Namespace) -> Episode:
     for line in describe_model(policy, arguments.checkpoint):
         print(line)
     note = "random weights" if is_random(arguments.checkpoint) else ""
-    return Episode(policy.embodiment.fps, policy.engine.model.config.window_frames, note)
+    return Episode(policy.embodiment.fps, policy.engine.card.window_chunks, note)
 
 
 def _leave(episode: Episode, folder: Path) -> int:

@@ -3,17 +3,78 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from worldkv import __version__
-from worldkv.cli.common import OK, describe_model, is_random, load_policy_for
-from worldkv.robots.policy import Policy
-from worldkv.robots.recorder import Recorder
+from worldkv.cli.common import (
+    OK,
+    add_api_key,
+    add_engine_options,
+    describe_model,
+    is_random,
+    load_policy_for,
+)
+from worldkv.engine.config import EngineConfig
+from worldkv.server.config import ServerConfig
 from worldkv.server.logs import LISTENING, set_up_logging
-from worldkv.server.server import PolicyServer, ServerConfig
-from worldkv.server.tracing import TickTracer
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import Policy
+    from worldkv.robots.recorder import Recorder
+
+
+MORE = (
+    "One port speaks the openpi and the RoboArena dialect. GET /healthz answers 200 once the model is warm, GET\n"
+    "/metrics speaks Prometheus. Ctrl-C or SIGTERM lets the ticks in flight end; a second one does not wait."
+)
+EXAMPLE = "worldkv serve --checkpoint DreamZero-DROID --port 8000"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="DreamZero checkpoint folder")
+    parser.add_argument(
+        "--host", default=ServerConfig.host, help="address to listen on; beyond loopback --api-key is needed"
+    )
+    port = ServerConfig.port
+    parser.add_argument("--port", type=int, default=port, help=f"port to listen on; 0 takes a free one ({port})")
+    add_api_key(parser, "what robots must send; better in the environment, as WORLDKV_API_KEY")
+    num_sessions = EngineConfig.max_sessions
+    parser.add_argument(
+        "--max-sessions",
+        type=_session_count,
+        default=num_sessions,
+        metavar="N",
+        help="sessions that the cache has room for, or auto: all that the GPU has; more are parked while idle "
+        f"({num_sessions})",
+    )
+    parser.add_argument(
+        "--episode-gap",
+        type=float,
+        default=ServerConfig.episode_gap_s,
+        metavar="S",
+        help="a pause of more seconds begins a new episode (never)",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: one line an event (text)")
+    parser.add_argument("--otlp", metavar="URL", help="OpenTelemetry collector for traces of ticks (none)")
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="write every session there; see `worldkv replay --recording`"
+    )
+    parser.add_argument(
+        "--record-limit-gb", type=float, default=100.0, metavar="GB", help="record no more than that (100)"
+    )
+    add_engine_options(parser)
+
+
+def _session_count(text: str) -> int | None:
+    """A number, or None for as many as fit."""
+    return None if text == "auto" else int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from worldkv.server.server import PolicyServer
+    from worldkv.server.tracing import TickTracer
+
     config = ServerConfig(
         host=arguments.host,
         port=arguments.port,
@@ -47,17 +108,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _recorder(policy: Policy, arguments: argparse.Namespace) -> Recorder:
-    storage, robot = policy.engine.cache.storage, policy.embodiment
+    from worldkv.robots.recorder import Recorder
+
+    card, cache, robot = policy.engine.card, policy.engine.cache_card, policy.embodiment
     about = {
         "checkpoint": arguments.checkpoint.resolve().name,
         "random_weights": is_random(arguments.checkpoint),
         "embodiment": robot.tag,
         "rate_hz": robot.fps,
-        "steps": policy.engine.model.steps,
-        "cfg_scale": policy.engine.model.config.cfg_scale,
+        "steps": card.facts["steps"],
+        "cfg_scale": card.facts["cfg_scale"],
         "batch_invariant": policy.engine.config.batch_invariant,
-        "device": str(storage.device),
-        "dtype": str(storage.dtype).removeprefix("torch."),
+        "device": cache.device,
+        "dtype": cache.dtype,
         "worldkv": __version__,
     }
     return Recorder(arguments.record, about, 1e9 * arguments.record_limit_gb)

@@ -8,8 +8,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from worldkv.cli.common import OK, has_rich, size_text
-from worldkv.cli.console_client import console_feed, hear
+from worldkv.cli.common import OK, add_server_address
+from worldkv.show.terminal import has_rich, size_text
+from worldkv_client.console import console_feed, hear
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -18,8 +19,17 @@ _BAR = 40
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
+MORE = "What the console's first view shows; Ctrl-C ends it. Without a terminal, or with --once, one picture."
+EXAMPLE = "worldkv top --url ws://gpu-box:8000"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_server_address(parser)
+    parser.add_argument("--once", action="store_true", help="print once and end")
+
+
 def run(arguments: argparse.Namespace) -> int:
-    with console_feed(arguments) as (socket, hello), suppress(KeyboardInterrupt):
+    with console_feed(arguments.url, arguments.api_key) as (socket, hello), suppress(KeyboardInterrupt):
         if arguments.once or not sys.stdout.isatty() or not has_rich():
             print("\n".join(lines(hello, hear(socket, "overview"))))
         else:

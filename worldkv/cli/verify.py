@@ -3,35 +3,53 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from worldkv.cli.common import FAILED, OK, add_attention, add_device, choose_device
+from worldkv.engine.config import EngineConfig
+from worldkv.show.terminal import Step, progress, spinner
 
-from worldkv.cli.common import FAILED, OK, Step, choose_device, progress, spinner
-from worldkv.engine.engine import Engine, EngineConfig
-from worldkv.engine.session import Session
-from worldkv.errors import CheckpointError
-from worldkv.load import checkpoint_embodiment, load_engine
-from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.inputs import Prompt, TickInputs
-from worldkv.models.dreamzero.model import BRANCHES, CONDITIONAL, UNCONDITIONAL
-from worldkv.models.dreamzero.steps import FIXED_STEPS, Steps
-from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD
-from worldkv.models.wan.sizes import read_sizes
-from worldkv.models.wan.tokenizer import ByteTokenizer
-from worldkv.robots.tiling import tile_views
-from worldkv.robots.transforms import absolute_actions, normalise_state, prepare_view
+if TYPE_CHECKING:
+    from worldkv.engine.engine import Engine
+    from worldkv.models.dreamzero.checkpoint import Checkpoint
+    from worldkv.models.dreamzero.inputs import TickInputs, TickResult
+    from worldkv.models.dreamzero.model import State
+    from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, Tensors
 
-_CALLS_FIELDS = ("window_policy", "cfg_scale", "solver_steps", "evaluated_steps", "calls")
-_INPUTS = ("frames", "state", "noise_video", "noise_action")  # recorded to be fed, not to be compared
 _POLICY_TOLERANCE = 1e-6  # of state and actions; pixels must be equal
+
+MORE = (
+    "Runs the calls of golden.safetensors and calls.json in float32 and prints, per recorded quantity,\n"
+    "||ours - recorded|| / ||recorded||; the last line is the largest. A recorded quantity that is not computed\n"
+    "counts as infinitely wrong. Also checks policy.safetensors, where there is one: pixels must be equal,\n"
+    "numbers to 1e-6."
+)
+EXAMPLE = "worldkv verify golden/tiny_i2v --tolerance 1e-4 --block-size 16 64 128 --interleave 2"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "worldkv verify DIR [options]"  # DIR first: after --block-size it would be taken for a size
+    parser.add_argument("folder", type=Path, metavar="DIR", help="checkpoint with golden.safetensors and calls.json")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error allowed (1e-3)")
+    add_attention(parser)
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        nargs="+",
+        default=[EngineConfig.block_size],
+        metavar="N",
+        help=f"KV slots per block, powers of two: the calls run once with each ({EngineConfig.block_size})",
+    )
+    add_device(parser, "cpu")
+    parser.add_argument(
+        "--interleave",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run N other sessions' ticks beside the calls and between them (0)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,21 +57,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tolerance: expected more than 0, got {arguments.tolerance}")
     if arguments.interleave < 0:
         raise ValueError(f"--interleave: expected a number of sessions, got {arguments.interleave}")
-    golden, calls = _read_recording(arguments.folder)
     with spinner("starting up"):
+        from worldkv.models.dreamzero.checkpoint import Checkpoint
+        from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording
+
+        recording = GoldenRecording.open(arguments.folder)
         checkpoint = Checkpoint.open(arguments.folder)
     worst = 0.0
     for block_size in arguments.block_size:
-        engine = _load(checkpoint, arguments, block_size, golden, calls)
+        observer = GoldenObserver(recording)
+        engine = _load(checkpoint, arguments, block_size, recording, observer)
         try:
             with progress(f"running the recorded calls in blocks of {block_size}") as step:
-                ours = _run_calls(engine, golden, calls, arguments.interleave, step)
+                expected = _run_calls(engine, recording, observer, arguments.interleave, step)
         finally:
             engine.shutdown()
         print(
-            f"blocks of {block_size}, attention by {engine.cache.backend.name}, {arguments.interleave} other sessions"
+            f"blocks of {block_size}, attention by {engine.cache_card.attention}, {arguments.interleave} other sessions"
         )
-        worst = max(worst, _report(_expected(golden, calls), ours))
+        worst = max(worst, _report(expected, observer.ours))
     policy_ok = _verify_policy(arguments.folder, checkpoint)
     print(f"max_relative_error {worst:.3e}")
     return OK if worst <= arguments.tolerance and policy_ok else FAILED
@@ -63,135 +85,68 @@ def _load(
     checkpoint: Checkpoint,
     arguments: argparse.Namespace,
     block_size: int,
-    golden: dict[str, torch.Tensor],
-    calls: dict[str, Any],
-) -> Engine:
-    dit = checkpoint.config.dit
+    recording: GoldenRecording,
+    observer: GoldenObserver,
+) -> Engine[TickInputs, State, TickResult]:
+    from worldkv.load import load_engine
+    from worldkv.models.dreamzero.model import UNCONDITIONAL
+
+    config = EngineConfig(block_size=block_size, attention=arguments.attention, max_sessions=1 + arguments.interleave)
     with progress("loading weights", is_bytes=True) as step:
         return load_engine(
             checkpoint,
-            EngineConfig(block_size=block_size, attention=arguments.attention, max_sessions=1 + arguments.interleave),
+            config,
             device=choose_device(arguments.device),
-            steps=_steps(calls),
-            window_policy=calls["window_policy"],
-            tokenizer=ByteTokenizer(dit.text_len, read_sizes(checkpoint).text.vocab_size),  # token ids were recorded
-            negative_prompt=_prompt(golden, UNCONDITIONAL),
+            observer=observer.observe,
+            steps=recording.steps,
+            window_policy=recording.calls["window_policy"],
+            negative_prompt=recording.prompt(UNCONDITIONAL),
             progress=step,
         )
 
 
-def _steps(calls: dict[str, Any]) -> Steps:
-    """The step skipping that evaluates what the recording did."""
-    evaluated = frozenset(calls["evaluated_steps"])
-    if evaluated == frozenset(range(calls["solver_steps"])):
-        return "all"
-    for number, mask in FIXED_STEPS.items():
-        if mask == evaluated:
-            return number
-    raise CheckpointError(f"calls.json: evaluated_steps {sorted(evaluated)} is none of the known step masks")
-
-
-def _read_recording(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    for name in ("golden.safetensors", "calls.json"):
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} has no {name}: verify needs a checkpoint folder with outputs recorded from the reference; "
-                f"to look at any other checkpoint use `worldkv inspect`"
-            )
-    try:
-        golden, calls = load_file(folder / "golden.safetensors"), json.loads((folder / "calls.json").read_text())
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder}: the recording cannot be read: {error}") from error
-    missing = [name for name in _CALLS_FIELDS if name not in calls]
-    missing += [name for name in _recorded_names(calls) if name not in golden] if not missing else []
-    if missing:
-        raise CheckpointError(f"{folder}: the recording lacks {', '.join(missing)}")
-    return golden, calls
-
-
-def _recorded_names(calls: dict[str, Any]) -> list[str]:
-    """What has to be recorded for the calls to be run."""
-    prompts = [f"prompt.{branch}.{part}" for branch in BRANCHES for part in ("token_ids", "attention_mask")]
-    return prompts + [f"call{call['call']}.{name}" for call in calls["calls"] for name in _INPUTS]
-
-
-def _expected(golden: dict[str, torch.Tensor], calls: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What was recorded and has to be computed, what calls.json says as numbers included."""
-    inputs = (*_INPUTS, "token_ids", "attention_mask")
-    expected = {name: tensor for name, tensor in golden.items() if name.split(".")[-1] not in inputs}
-    expected["solver.guidance_and_steps"] = torch.tensor([calls["cfg_scale"], calls["solver_steps"]])
-    for call in calls["calls"]:
-        facts = (call["reset"], call["denoise_start_frame"], call["history_tokens"])
-        expected[f"call{call['call']}.reset_start_history"] = torch.tensor(facts, dtype=torch.float32)
-    return expected
-
-
 def _run_calls(
-    engine: Engine, golden: dict[str, torch.Tensor], calls: dict[str, Any], num_others: int, step: Step
-) -> dict[str, torch.Tensor]:
-    """Everything our side computed, under the names of `_expected`."""
+    engine: Engine[TickInputs, State, TickResult],
+    recording: GoldenRecording,
+    observer: GoldenObserver,
+    num_others: int,
+    step: Step,
+) -> Tensors:
+    """Run the calls, watched by `observer`; returns what it has to have seen."""
+    import torch
+
+    from worldkv.models.base import Encode
+    from worldkv.models.dreamzero.model import DreamZero
+
     model = engine.model
-    config, ours = model.config, {}
-    ours["solver.sigmas"] = torch.tensor(model.action_schedule.sigmas)
-    ours["solver.timesteps"] = torch.tensor(model.action_schedule.timesteps)
-    ours["solver.guidance_and_steps"] = torch.tensor([config.cfg_scale, config.num_inference_steps])
-    ours["latent_mean"] = torch.tensor(LATENT_MEAN[config.dit.out_dim])
-    ours["latent_std"] = torch.tensor(LATENT_STD[config.dit.out_dim])
+    assert isinstance(model, DreamZero)
     session = engine.open_session()
+    observer.watch(model, engine.inspect(lambda core: core.sessions[session].kv))
     others = [engine.open_session() for _ in range(num_others)]
-    for done, call in enumerate(calls["calls"], start=1):
+    calls = recording.calls["calls"]
+    for done, call in enumerate(calls, start=1):
         number = call["call"]
-
-        def trace(quantity: str, tensor: torch.Tensor, number: int = number) -> None:
-            name = quantity if quantity.startswith("prompt.") else f"call{number}.{quantity}"
-            ours[name] = tensor.detach().float().cpu()
-
-        beside = [_disturb(engine, other, golden, number, i) for i, other in enumerate(others)]
-        result = engine.submit(session, _recorded_inputs(golden, number, trace)).result()
-        history = session.kv.branches[CONDITIONAL].num_tokens
+        observer.begin_call(number)
+        disturbance = [recording.inputs_of_another(number, index) for index in range(num_others)]
+        beside = [engine.submit(other, inputs) for other, inputs in zip(others, disturbance, strict=True)]
+        result = engine.submit(session, recording.inputs(number)).result().result
+        observer.end_call(result)
         for future in beside:
             future.result()
-        for i, other in enumerate(others):  # one more of each, between this call and the next
-            _disturb(engine, other, golden, number, i).result()
-        facts = (result.restart_reason is not None, result.start_frame, history)
-        ours[f"call{number}.reset_start_history"] = torch.tensor(facts, dtype=torch.float32)
-        if f"call{number}.decoded_video" in golden:
-            ours[f"call{number}.decoded_video"] = model.decode(result.video_latents[None]).float().cpu()
-        step(done, len(calls["calls"]))
-    return ours
+        for other, inputs in zip(others, disturbance, strict=True):  # one more of each, before the next call
+            engine.submit(other, inputs).result()
+        if f"call{number}.decoded_video" in recording.golden:
+            video = engine.compute(Encode("decode", (result.video_latents[None],))).result()
+            assert isinstance(video, torch.Tensor)
+            observer.keep_decoded(video)
+        step(done, len(calls))
+    return recording.expected(model)
 
 
-def _recorded_inputs(golden: dict[str, torch.Tensor], number: int, trace: Any) -> TickInputs:
-    return TickInputs(
-        golden[f"call{number}.frames"].numpy(),
-        golden[f"call{number}.state"][0].numpy(),
-        *_prompt(golden, CONDITIONAL),
-        noise_video=golden[f"call{number}.noise_video"],
-        noise_action=golden[f"call{number}.noise_action"],
-        trace=trace,
-    )
-
-
-def _disturb(engine: Engine, other: Session, golden: dict[str, torch.Tensor], number: int, index: int) -> Future[Any]:
-    """A tick of another session, with other frames, state, prompt and noise, beside the recorded ones."""
-    rng = np.random.default_rng([number, index])
-    ids, mask = _prompt(golden, CONDITIONAL)
-    inputs = TickInputs(
-        rng.integers(0, 256, golden[f"call{number}.frames"].shape, dtype=np.uint8),
-        rng.uniform(-1, 1, golden[f"call{number}.state"].shape[1:]),
-        np.where(mask > 0, (ids + index + 1) % 256, ids),
-        mask,
-        noise_seed=index,
-    )
-    return engine.submit(other, inputs)
-
-
-def _prompt(golden: dict[str, torch.Tensor], branch: str) -> Prompt:
-    return golden[f"prompt.{branch}.token_ids"].numpy(), golden[f"prompt.{branch}.attention_mask"].numpy()
-
-
-def _report(expected: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> float:
+def _report(expected: Tensors, ours: Tensors) -> float:
     """Print a line per recorded quantity; the largest relative error, infinite where a quantity is missing."""
+    from worldkv.models.dreamzero.verify import relative_error
+
     worst = 0.0
     for name in sorted(expected):
         wanted, got = expected[name].float(), ours.get(name)
@@ -204,14 +159,17 @@ def _report(expected: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) ->
     return worst
 
 
-def relative_error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """||ours - expected|| / ||expected||; infinite where ours is not finite."""
-    error = float((ours.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-    return error if math.isfinite(error) else math.inf
-
-
 def _verify_policy(folder: Path, checkpoint: Checkpoint) -> bool:
     """The transforms around the model: every pixel equal, numbers to 1e-6. True where nothing was recorded."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    from worldkv.models.dreamzero.verify import relative_error
+    from worldkv.robots.of_checkpoint import checkpoint_embodiment
+    from worldkv.robots.tiling import tile_views
+    from worldkv.robots.transforms import absolute_actions, normalise_state, prepare_view
+
     path = folder / "policy.safetensors"
     if not path.is_file():
         return True

@@ -62,21 +62,15 @@ class Admission:
     def has_room(self, num_sessions: int = 1) -> bool:
         return num_sessions * self.blocks_per_session <= self.num_free
 
-    def charge_session(self, num_before: int = 0) -> int:
-        """`num_before`: sessions that came earlier and are to be charged first."""
-        return self.charge(self.blocks_per_session, "another session", num_before * self.blocks_per_session)
-
-    def charge(self, num_blocks: int, what: str, num_kept: int = 0) -> int:
-        """Promise blocks, and leave `num_kept`; raises AdmissionRefused with needed, free and what would help."""
+    def refusal(self, num_blocks: int, what: str, num_kept: int = 0, trouble: str = "") -> AdmissionRefused:
+        """Says what is needed, what is free beside `num_kept` blocks for others, and what would help."""
         free = max(0, self.num_free - num_kept)
-        if num_blocks > free:
-            raise AdmissionRefused(
-                f"no room for {what}: it needs {num_blocks} blocks, {free} of {self.num_blocks} are not "
-                f"promised to others; close a session, release a snapshot, or start with a larger max_sessions",
-                retry_after_ms=1000,
-            )
-        self.num_charged += num_blocks
-        return num_blocks
+        return AdmissionRefused(
+            f"no room for {what}: it needs {num_blocks} blocks, {free} of {self.num_blocks} are not "
+            f"promised to others; {trouble + '; ' if trouble else ''}"
+            f"close a session, release a snapshot, or start with a larger max_sessions",
+            retry_after_ms=1000,
+        )
 
     def refund(self, num_blocks: int) -> None:
         self.num_charged -= num_blocks

@@ -1,100 +1,253 @@
-"""Which sessions hold blocks: a session is charged when it comes or comes back, and what idles is parked to make room.
+"""Which sessions hold blocks, and who waits for some. Sessions are charged when they open or resume; idle sessions are
+parked to make room.
 
-On the engine's thread, but for `has_room` and an `admit` that found it true. Does not know what a tick computes.
+Engine thread only. Whoever needs blocks stakes a claim; claims are looked at in the order in which they came, between
+two batches. Copies between device and host are made on host threads, so nobody waits for one but those it is made for.
+Does not know what a tick computes.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 from worldkv.engine.admission import Admission
-from worldkv.engine.session import Job, Session
+from worldkv.engine.config import EngineConfig
+from worldkv.engine.session import Session, Transfer
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.cache import KVCache
-from worldkv.kv.transfer import park, resume
+from worldkv.kv.transfer import begin_park, begin_resume, finish_park, finish_resume
 
 logger = logging.getLogger(__name__)
+_PARK_AGAIN_S = 5.0  # after a copy to the host has failed
+
+
+class Host(Protocol):
+    """Where copies are made: `done` is called on the engine's thread once `function` has ended."""
+
+    def __call__(self, function: Callable[[], None], done: Callable[[Exception | None], None]) -> None: ...
+
+
+@dataclass(eq=False)
+class Claim:
+    """Somebody waits for blocks, and perhaps for a session to be on the device.
+
+    `granted` is called with the blocks charged. `is_tick`: it waits for other ticks to end, and newcomers leave room
+    for it. `keep`: not parked for it. `since`, in seconds of time.perf_counter.
+    """
+
+    what: str
+    num_blocks: int  # 0: only the session's own, if it has none
+    granted: Callable[[], None]
+    refused: Callable[[Exception], None]
+    session: Session | None = None  # to be brought to the device
+    bring_back: bool = True  # its parked K/V is copied back; else only its blocks are charged
+    is_tick: bool = False
+    keep: Collection[Session] = ()
+    since: float = field(default_factory=time.perf_counter)
 
 
 class Residency:
-    """`sessions`: all open ones, by id, as the engine keeps them. `condition` guards the books."""
+    """`sessions`: all open ones, as the core keeps them. `on_host`: see Host. `touch` is told whose K/V has moved."""
 
     def __init__(
         self,
         cache: KVCache,
         admission: Admission,
-        sessions: Mapping[str, Session],
-        condition: threading.Condition,
-        park_when_full: bool,
+        sessions: Iterable[Session],
+        on_host: Host,
+        touch: Callable[[Session], None],
+        config: EngineConfig,
     ) -> None:
         self._cache = cache
         self._admission = admission
         self._sessions = sessions
-        self._condition = condition
-        self._park_when_full = park_when_full
+        self._on_host = on_host
+        self._touch = touch
+        self._config = config
+        self._transfers: set[Transfer] = set()
+        self.claims: list[Claim] = []
 
-    def has_room(self) -> bool:
-        """For one more session, without parking any, and with the parked ones come back that have a tick waiting."""
-        return self._admission.has_room(1 + self._num_waiting())
+    @property
+    def oldest_copy(self) -> float | None:
+        """When the oldest copy under way began, in seconds of time.monotonic."""
+        return min((transfer.started for transfer in self._transfers), default=None)
 
-    def admit(self, session: Session, keep: Session | None = None) -> None:
-        """Charge a session that comes. Nobody's waiting tick loses its room to it, and `keep` is not parked for it."""
-        with self._condition:
-            num_waiting = self._num_waiting()
-            self.park_others((1 + num_waiting) * self._admission.blocks_per_session, {keep})
-            session.num_blocks_charged = self._admission.charge_session(num_waiting)
+    @property
+    def bytes_parked(self) -> int:
+        """On the host, or on the way there."""
+        parked = sum(s.parked.num_bytes for s in self._sessions if s.parked is not None)
+        return parked + sum(transfer.num_bytes for transfer in self._transfers)
 
-    def charge(self, session: Session, since: float = math.inf) -> None:
-        """Promise a session its blocks, unless it has that promise; what idles makes room. Raises AdmissionRefused."""
-        with self._condition:
-            if not session.num_blocks_charged:
-                self.park_others(self._admission.blocks_per_session, {session}, since)
-                session.num_blocks_charged = self._admission.charge_session()
+    def settle(self) -> None:
+        """Grant or refuse what can be; begin the copies that make room for the rest."""
+        looked_at: list[Claim] = []
+        while self.claims != looked_at:  # what is granted may stake another claim
+            looked_at = list(self.claims)
+            self._look_at_claims()
 
-    def bring_back(self, session: Session, since: float = math.inf) -> None:
-        """To the device, if it is parked. Raises AdmissionRefused; whatever fails, the session stays parked."""
-        self.charge(session, since)
-        if session.parked is not None:
-            resume(self._cache, session.kv, session.parked)
+    def _look_at_claims(self) -> None:
+        for claim in list(self.claims):
+            if claim not in self.claims:  # ended meanwhile, by one before it
+                continue
+            needed = self._needed(claim)
+            if needed is None or not self._has_room_for(claim, needed):
+                continue
+            self._admission.num_charged += needed
+            if claim.session is not None:
+                claim.session.num_blocks_charged += needed
+            if claim.session is not None and claim.bring_back and claim.session.parked is not None:
+                self._bring_back(claim.session)
+                continue
+            self.claims.remove(claim)
+            claim.granted()
+
+    def park(self, session: Session, done: Callable[[Exception | None], None] = lambda _: None) -> None:
+        """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
+        num_bytes = self._num_bytes(session)
+        if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
+            raise AdmissionRefused(self._host_is_full(num_bytes), retry_after_ms=1000)
+        job = begin_park(self._cache, session.kv)
+
+        def finish(error: Exception | None) -> None:
+            if error is None:
+                session.parked = finish_park(self._cache, session.kv, job)
+                fields = {"event": "session_parked", "session": session.handle.session_id, "bytes": num_bytes}
+                logger.info("session %s parked: %d bytes", fields["session"], num_bytes, extra=fields)
+                self.refund(session)
+            else:  # no host memory, say: nothing has changed
+                job.abandon()
+                session.no_parking_before = time.monotonic() + _PARK_AGAIN_S
+                logger.warning("session %s is not parked: %s", session.handle.session_id, error)
+            done(error)
+
+        transfer = Transfer(finish, num_blocks_coming=session.num_blocks_charged, num_bytes=num_bytes)
+        self._begin(session, transfer, job.copy)
+
+    def refund(self, session: Session) -> None:
+        """Its blocks are promised to nobody again."""
+        self._admission.refund(session.num_blocks_charged)
+        session.num_blocks_charged = 0
+
+    def drop(self, session: Session) -> None:
+        """What waits for this session's sake has ended already: forget it."""
+        self.claims = [claim for claim in self.claims if claim.session is not session]
+
+    def _needed(self, claim: Claim) -> int | None:
+        """Blocks to charge for it now; None: not yet, since its session is being copied."""
+        session = claim.session
+        if session is None:
+            return claim.num_blocks
+        if session.transfer is not None:
+            return None
+        return 0 if session.num_blocks_charged else self._admission.blocks_per_session
+
+    def _has_room_for(self, claim: Claim, needed: int) -> bool:
+        """Whether its blocks can be promised now. Else others are being parked, or it is refused, or it waits for ticks
+        that are running."""
+        if needed == 0:
+            return True
+        wanted = needed + self._kept_from(claim)
+        if wanted <= self._admission.num_free:
+            return True
+        trouble = self._make_room(claim, wanted)
+        if wanted <= self._admission.num_free + self._num_coming():
+            return False
+        if claim.is_tick and (self._transfers or (self._config.park_when_full and self._somebody_runs())):
+            return False
+        self.claims.remove(claim)
+        claim.refused(self._admission.refusal(needed, claim.what, self._kept_from(claim), trouble))
+        return False
+
+    def _kept_from(self, claim: Claim) -> int:
+        """Blocks that others are to have first: a tick leaves room for those before it, whatever else for all ticks."""
+        waiting = 0
+        for other in self.claims:
+            if other is claim:
+                if claim.is_tick:
+                    break
+                continue
+            if other.is_tick and other.session is not None:
+                waiting += other.session.parked is not None and not other.session.num_blocks_charged
+        return waiting * self._admission.blocks_per_session
+
+    def _make_room(self, claim: Claim, wanted: int) -> str:
+        """Park what has idled longest until so many blocks are on their way. Returns what stood in the way, or ""."""
+        trouble = ""
+        while self._config.park_when_full and wanted > self._admission.num_free + self._num_coming():
+            now = time.monotonic()
+            idle = [s for s in self._sessions if s.idles(claim.since) and s.no_parking_before < now]
+            idle = [s for s in idle if s is not claim.session and s not in claim.keep]
+            if not idle:
+                break
+            try:
+                self.park(min(idle, key=lambda session: session.last_used))
+            except AdmissionRefused as full:
+                trouble = str(full)
+                break
+        return trouble
+
+    def _bring_back(self, session: Session) -> None:
+        """Begin to move a parked session's K/V to the device; the claims on it are granted once it is there."""
+        assert session.parked is not None
+        try:
+            job = begin_resume(self._cache, session.kv, session.parked)
+        except Exception as error:
+            self._not_back(session, error)
+            return
+
+        def finish(error: Exception | None) -> None:
+            if error is None:
+                try:
+                    finish_resume(self._cache, session.kv, job)
+                except Exception as failure:
+                    error = failure
+            if error is not None:
+                job.abandon()
+                self._not_back(session, error)
+                return
             session.parked = None
 
-    def bring_back_for(self, job: Job) -> bool:
-        """False: not now, but ticks are running whose sessions will make room. Raises where none will."""
-        try:
-            self.bring_back(job.session, job.submitted)
-        except AdmissionRefused:
-            somebody_runs = any(s.job is not None and s.num_blocks_charged for s in self._sessions.values())
-            if not (self._park_when_full and somebody_runs):
-                raise
-            return False
-        return True
+        self._begin(session, Transfer(finish), job.copy)
 
-    def park_others(self, num_blocks: int, keep: Collection[Session | None], since: float = math.inf) -> None:
-        """Park what has idled longest until so many blocks can be promised.
+    def _not_back(self, session: Session, error: Exception) -> None:
+        """It stays parked, and whoever waited for it is told."""
+        self.refund(session)
+        for claim in [claim for claim in self.claims if claim.session is session]:
+            self.claims.remove(claim)
+            claim.refused(error)
 
-        A session with a tick that has not begun idles too, for a tick that came before that one, at `since`.
-        """
-        while self._park_when_full and num_blocks > self._admission.num_free:
-            idle = [s for s in self._sessions.values() if s.num_blocks_charged and s not in keep and s.idles(since)]
-            if not idle:
-                return
-            self.park(min(idle, key=lambda session: session.last_used), since)
+    def _begin(self, session: Session, transfer: Transfer, copy: Callable[[], None]) -> None:
+        session.transfer = transfer
+        self._transfers.add(transfer)
+        self._on_host(copy, partial(self._ended, session, transfer))
 
-    def park(self, session: Session, since: float = math.inf) -> None:
-        """Move a session's K/V to the host, unless a tick came meanwhile."""
-        with self._condition:
-            if not session.idles(since) or session.closed_for is not None:
-                return
-            if session.parked is None:
-                session.parked = park(self._cache, session.kv)
-                fields = {"event": "session_parked", "session": session.session_id, "bytes": session.parked.num_bytes}
-                logger.info("session %s parked: %d bytes", fields["session"], fields["bytes"], extra=fields)
-            self._admission.refund(session.num_blocks_charged)
-            session.num_blocks_charged = 0
+    def _ended(self, session: Session, transfer: Transfer, error: Exception | None) -> None:
+        self._transfers.discard(transfer)
+        session.transfer = None
+        transfer.finish(error)
+        self._touch(session)
+        for change in transfer.afterwards:
+            change()
 
-    def _num_waiting(self) -> int:
-        """Parked sessions with a tick that has not begun."""
-        return sum(s.job is not None and not s.num_blocks_charged for s in self._sessions.values())
+    def _num_coming(self) -> int:
+        return sum(transfer.num_blocks_coming for transfer in self._transfers)
+
+    def _somebody_runs(self) -> bool:
+        return any(s.tick is not None and s.num_blocks_charged for s in self._sessions)
+
+    def _num_bytes(self, session: Session) -> int:
+        entries = {e.key: len(e.blocks) for b in session.kv.branches.values() for e in b.conditioning.values()}
+        blocks = session.kv.num_blocks + sum(entries.values())
+        return blocks * self._cache.bytes_per_block
+
+    def _host_is_full(self, num_bytes: int) -> str:
+        return (
+            f"no room on the host for a parked session of {num_bytes / 2**20:.3g} MiB: {self.bytes_parked / 2**20:.3g} "
+            f"of {self._config.parked_bytes_limit / 2**20:.3g} MiB are taken; close a session, or start with a larger "
+            f"max_parked_bytes"
+        )

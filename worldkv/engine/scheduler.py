@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
-from worldkv.engine.session import Job
-from worldkv.models.base import EncodeRequest, ForwardRequest
+from worldkv.models.base import Encode, Forward, OnHost, Request
 
 PATIENCE_S = 2.0  # a request without a deadline, or with a far one, is due this long after it began to wait
+LEAST_URGENT_S = 20.0  # a request without a session is due this long after
+
+
+class Waiting(Protocol):
+    """What the scheduler sees of a tick: what it asks for, since when, and how urgent that is."""
+
+    @property
+    def session(self) -> object | None: ...
+    @property
+    def request(self) -> Request | None: ...
+    @property
+    def deadline(self) -> float | None: ...
+    @property
+    def submitted(self) -> float: ...
+    @property
+    def waiting_since(self) -> float: ...
+    @property
+    def sequence(self) -> int: ...
+
+
+TickT = TypeVar("TickT", bound=Waiting)
 
 
 class Scheduler:
@@ -15,42 +36,42 @@ class Scheduler:
 
     A served tick's next request begins to wait anew, so ticks without deadlines take turns, and a tick that joins
     waits for one batch. None starves behind deadlines: a request is due after PATIENCE_S at the latest, and a tick not
-    before it was submitted.
+    before it was submitted, otherwise sessions that always submit past their deadline would starve the rest.
     """
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
         self.max_rows, self.max_tokens = max_rows, max_tokens
 
-    def next_batch(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs whose requests run together now; empty when none waits. The one due first is always among them."""
-        waiting = sorted((job for job in jobs if job.request is not None), key=_due)
-        batch: list[Job] = []
+    def next_batch(self, ticks: Iterable[TickT]) -> list[TickT]:
+        """Ticks whose requests run together now; empty when none waits. The one due first is always among them."""
+        waiting = sorted((t for t in ticks if t.request is not None and not isinstance(t.request, OnHost)), key=_due)
+        batch: list[TickT] = []
         num_rows = num_tokens = 0
-        for job in waiting:
-            rows, tokens = _size(job)
+        for tick in waiting:
+            rows, tokens = _size(tick.request)
             fits = num_rows + rows <= self.max_rows and num_tokens + tokens <= self.max_tokens
-            if not batch or (fits and _shares_batch(batch[0].request, job.request)):
-                batch.append(job)
+            if not batch or (fits and _shares_batch(batch[0].request, tick.request)):
+                batch.append(tick)
                 num_rows, num_tokens = num_rows + rows, num_tokens + tokens
         return batch
 
 
-def _due(job: Job) -> tuple[float, int]:
-    due = job.waiting_since + PATIENCE_S
-    if job.deadline is not None:
-        due = min(due, max(job.deadline, job.submitted))  # a stream of ticks that come late would go first for ever
-    return due, job.sequence
+def _due(tick: Waiting) -> tuple[float, int]:
+    due = tick.waiting_since + (PATIENCE_S if tick.session is not None else LEAST_URGENT_S)
+    if tick.deadline is not None:
+        due = min(due, max(tick.deadline, tick.submitted))
+    return due, tick.sequence
 
 
-def _size(job: Job) -> tuple[int, int]:
+def _size(request: Request | None) -> tuple[int, int]:
     """Rows and current tokens of a request; an encoder's call counts as one row."""
-    if isinstance(job.request, ForwardRequest):
-        return len(job.request.rows), sum(row.context.num_tokens for row in job.request.rows)
+    if isinstance(request, Forward):
+        return len(request.rows), sum(row.context.num_tokens for row in request.rows)
     return 1, 0
 
 
 def _shares_batch(first: object, other: object) -> bool:
-    if isinstance(first, ForwardRequest):
-        return isinstance(other, ForwardRequest)
-    assert isinstance(first, EncodeRequest)
-    return isinstance(other, EncodeRequest) and first.encoder == other.encoder
+    if isinstance(first, Forward):
+        return isinstance(other, Forward)
+    assert isinstance(first, Encode)
+    return isinstance(other, Encode) and first.encoder == other.encoder

@@ -1,81 +1,163 @@
-"""A session, one episode of one robot, as the engine keeps it; its tick in flight; a frozen session. No tensors."""
+"""What the core keeps: sessions, their ticks in flight, frozen sessions. And what callers hold of them. No tensors.
+
+To the core a model's inputs, states and results are objects; `Engine` gives them their types."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic
 
 from worldkv.kv.state import KVSnapshot, KVState
 from worldkv.kv.transfer import ParkedKV
+from worldkv.models.base import Program, Request, ResultT
+
+QUEUE = "queue"  # the stage of whoever waits: to begin, or between two stages
+
+
+@dataclass(frozen=True)
+class SessionHandle:
+    """What callers hold of a session. `serial` tells it from earlier ones of the same id."""
+
+    session_id: str
+    serial: int
+
+
+@dataclass(frozen=True)
+class SnapshotHandle:
+    """What callers hold of a snapshot. `num_chunks`: of history since its window began."""
+
+    serial: int
+    num_chunks: int
+    num_blocks_charged: int
+
+
+@dataclass(frozen=True)
+class TickInfo:
+    """The engine's own facts of a tick. `timings`: milliseconds in the queue and per stage, which add up to `total`;
+    a stage's time is that of the batches this tick took part in. `num_chunks`: of history, as committed. Blocks are the
+    whole pool's, after the tick."""
+
+    timings: Mapping[str, float]
+    num_chunks: int
+    blocks_used: int
+    blocks_free: int
+
+
+@dataclass(frozen=True)
+class TickReply(Generic[ResultT]):
+    """What a tick's future brings: the model's result, and the engine's facts beside it."""
+
+    result: ResultT
+    info: TickInfo
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as the core published it last; counts in chunks, blocks and bytes."""
+
+    num_chunks: int
+    num_blocks: int  # of history, those shared with others included
+    parked: bool
+    bytes_parked: int
+    busy: bool
 
 
 @dataclass(eq=False)
 class Session:
-    """State of one episode. Its K/V and rollout are touched by the engine's thread only."""
+    """One episode. Only the engine's thread touches it."""
 
-    session_id: str
+    handle: SessionHandle
+    kv: KVState
+    state: object  # the model's own, an immutable value
     num_blocks_charged: int = 0
-    kv: KVState = field(init=False)
-    rollout: Any = None
-    closed_for: str | None = None
-    job: Job | None = None  # the tick in flight
+    tick: Tick | None = None  # in flight: waiting to begin, or running
     parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
+    transfer: Transfer | None = None  # its K/V is being copied: nobody may touch it
+    closed_for: str | None = None
     last_used: float = field(default_factory=time.monotonic)
-    num_resets_due: int = 0  # told to forget, and not yet done so
+    no_parking_before: float = 0.0  # seconds of time.monotonic; a copy failed a moment ago
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a tick can begin now."""
+        return self.transfer is None and self.parked is None and self.num_blocks_charged > 0
 
     def idles(self, since: float) -> bool:
-        """No tick of it runs, nor waits to begin from before `since`, in seconds of time.perf_counter."""
-        return self.job is None or (self.job.program is None and self.job.submitted > since)
+        """Whether it may be parked for somebody who came at `since` (time.perf_counter): it has no running tick, and
+        none that came before."""
+        waits = self.tick is not None and self.tick.program is None and self.tick.submitted > since
+        return self.on_device and (self.tick is None or waits)
 
-    @property
-    def num_chunks(self) -> int:
-        """Committed since its window began, here or on the host; none from the moment it is told to forget them."""
-        return 0 if self.num_resets_due else _num_chunks(self.kv if self.parked is None else self.parked)
+    def when_settled(self, change: Callable[[], None]) -> None:
+        """Now, or as soon as the copy of its K/V has ended."""
+        if self.transfer is None:
+            change()
+        else:
+            self.transfer.afterwards.append(change)
 
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A session frozen at a commit: history, conditioning, and all else its next tick depends on."""
-
-    kv: KVSnapshot
-    rollout: Any
-    num_blocks_charged: int
-
-    @property
-    def num_chunks(self) -> int:
-        return _num_chunks(self.kv)
-
-
-def _num_chunks(kv: KVState | KVSnapshot | ParkedKV) -> int:
-    return max((branch.num_chunks for branch in kv.branches.values()), default=0)
+    def info(self) -> SessionInfo:
+        parked = self.parked
+        kv = self.kv if parked is None else parked
+        num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
+        num_bytes = 0 if parked is None else parked.num_bytes
+        return SessionInfo(num_chunks, self.kv.num_blocks, parked is not None, num_bytes, self.tick is not None)
 
 
 @dataclass(eq=False)
-class Job:
-    """One tick in flight: its generator, what it asks for next, and the way back should it fail."""
+class Transfer:
+    """A copy of a session's K/V between device and host, under way. `finish` is called on the engine's thread."""
 
-    session: Session
-    inputs: Any
+    finish: Callable[[Exception | None], None]
+    started: float = field(default_factory=time.monotonic)
+    num_blocks_coming: int = 0  # that will be promised to nobody once it has ended
+    num_bytes: int = 0  # of host memory it takes
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A session frozen at a commit: history, conditioning, and all else its next tick depends on."""
+
+    handle: SnapshotHandle
+    kv: KVSnapshot
+    state: object  # the model's own, an immutable value
+
+
+@dataclass(eq=False)
+class Tick:
+    """A program in flight: what it asks for next, where its time went, and the way back should it fail.
+
+    `session` None: a request on its own, of lowest urgency.
+    """
+
+    session: Session | None
+    future: Future[object]
+    inputs: object = None
     deadline: float | None = None  # seconds of time.perf_counter
-    future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.perf_counter)
-    started: float | None = None
-    program: Generator[Any, Any, Any] | None = None
-    request: Any = None  # what the tick waits for
+    program: Program[object, object] | None = None  # None: it has not begun
+    request: Request | None = None  # what it waits for
+    on_host: bool = False  # that request is being served by a host thread
     waiting_since: float = 0.0
     sequence: int = 0  # of the request, over all ticks
     rollback: KVSnapshot | None = None
-    cancelled: BaseException | None = None
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _lap_began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lap_began = self.submitted
+
+    def lap(self, stage: str) -> None:
+        """The time since the last lap was spent in `stage`."""
+        now = time.perf_counter()
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._lap_began
+        self._lap_began = now
 
     def milliseconds(self) -> dict[str, float]:
-        """Time in the queue, per stage, and in all. A stage's time is that of the batches this tick took part in."""
-        now = time.perf_counter()
-        started = self.started if self.started is not None else now
-        timings = {"queue": started - self.submitted, "encode": 0.0, "commit": 0.0, "denoise": 0.0}
-        timings |= self.stage_seconds
-        timings["total"] = now - self.submitted
-        return {stage: seconds * 1e3 for stage, seconds in timings.items()}
+        """By stage, and `total`, which is their sum: every moment is some stage's."""
+        timings = {stage: 1e3 * seconds for stage, seconds in self._seconds.items()}
+        return timings | {"total": sum(timings.values())}

@@ -1,9 +1,25 @@
-"""What an engine counts, for metrics and displays. Data only."""
+"""What an engine counts, for metrics and displays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worldkv.engine.core import EngineCore
+
+
+@dataclass(frozen=True)
+class CacheCard:
+    """What people are shown of a cache; it does not change."""
+
+    device: str
+    dtype: str
+    block_size: int
+    branches: tuple[str, ...]
+    attention: str  # the backend's name
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -32,3 +48,19 @@ class Stats:
     blocks_used: int
     blocks_shared: int  # held by more than one history
     blocks_copied: int  # copied on write, so far
+
+
+def map_blocks(core: EngineCore) -> BlockMap:
+    """Engine thread only."""
+    pool = core.cache.pool
+    return BlockMap(
+        pool.num_blocks,
+        {
+            session.handle.session_id: {name: list(state.table.blocks) for name, state in session.kv.branches.items()}
+            for session in core.sessions.values()
+            if session.parked is None
+        },
+        core.cache.conditioning.blocks(),
+        sorted({block for snapshot in core.snapshots.values() for block in snapshot.kv.blocks()}),
+        [block for block in range(pool.num_blocks) if pool.num_references(block) > 1],
+    )

@@ -20,6 +20,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._num_references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # popped from the end: low ids first
+        self.num_shared = 0  # blocks with more than one reference
 
     @property
     def num_free(self) -> int:
@@ -28,11 +29,6 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
-
-    @property
-    def num_shared(self) -> int:
-        """Blocks with more than one reference."""
-        return sum(count > 1 for count in self._num_references)
 
     def num_references(self, block: int) -> int:
         return self._num_references[block]
@@ -51,12 +47,14 @@ class BlockPool:
         for block in blocks:
             assert self._num_references[block] > 0, f"block {block} is free and cannot be shared"
             self._num_references[block] += 1
+            self.num_shared += self._num_references[block] == 2
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference of each block; the last one frees it."""
         for block in blocks:
             assert self._num_references[block] > 0, f"block {block} is released twice"
             self._num_references[block] -= 1
+            self.num_shared -= self._num_references[block] == 1
             if self._num_references[block] == 0:
                 self._free.append(block)
 
@@ -66,6 +64,7 @@ class BlockPool:
         referenced = {block for block, count in enumerate(self._num_references) if count > 0}
         assert len(free) == len(self._free), "a block stands twice in the free list"
         assert not free & referenced, f"blocks both free and referenced: {sorted(free & referenced)}"
+        assert self.num_shared == sum(count > 1 for count in self._num_references), "shared blocks are miscounted"
         assert len(free) + len(referenced) == self.num_blocks, (
             f"{len(free)} free + {len(referenced)} referenced != {self.num_blocks} blocks"
         )

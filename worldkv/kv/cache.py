@@ -23,6 +23,11 @@ class KVCache:
         self.pool = BlockPool(storage.num_blocks)
         self.conditioning = ConditioningStore(self.pool, storage)
 
+    @property
+    def bytes_per_block(self) -> int:
+        """K and V of all layers."""
+        return self.storage.bytes_per_block
+
     def create_state(self, branches: tuple[str, ...] | None = None) -> KVState:
         """An empty session state over `branches` (default: all of the spec's)."""
         return KVState(self, branches)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from worldkv.errors import OutOfBlocks
 from worldkv.kv.block_pool import BlockPool
 from worldkv.kv.block_table import blocks_for
-from worldkv.kv.forward import AttentionRow
+from worldkv.kv.row import AttentionRow
 
 if TYPE_CHECKING:
     from worldkv.kv.storage import KVStorage
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ConditioningEntry:
-    """One published half: `num_tokens` tokens of K/V of every layer in `blocks`."""
+    """What one kind of conditioning was projected to: `num_tokens` tokens of K/V of every layer in `blocks`."""
 
     key: str
     num_tokens: int
@@ -84,9 +84,19 @@ class ConditioningStore:
         except BaseException:
             self._pool.release(blocks)
             raise
-        entry = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
-        self._entries[key] = entry
         self.num_misses += 1
+        return self.adopt(key, num_tokens, blocks)
+
+    def adopt(self, key: str, num_tokens: int, blocks: list[int]) -> ConditioningEntry:
+        """Publish K/V that stand in `blocks` already, with one reference; the blocks are the store's from now on.
+
+        Where the key is stored already, that entry is shared and `blocks` are given back.
+        """
+        stored = self._entries.get(key)
+        if stored is not None:
+            self._pool.release(blocks)
+            return self.share(stored)
+        entry = self._entries[key] = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
         return entry
 
     def _write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:

@@ -14,31 +14,11 @@ import numpy as np
 
 from worldkv.errors import ConditioningMissing
 from worldkv.kv.block_table import BlockTable
+from worldkv.kv.branch import BranchState, ForwardContext
 from worldkv.kv.conditioning import ConditioningEntry
-from worldkv.kv.forward import ForwardContext
-from worldkv.kv.window import Window
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
-    from worldkv.kv.storage import KVStorage
-
-
-class BranchState:
-    """One K/V history: its blocks, how many chunks it has seen, its conditioning, and the forward under way."""
-
-    def __init__(self, name: str, table: BlockTable, window: Window, storage: KVStorage) -> None:
-        self.name = name
-        self.table = table
-        self.window = window
-        self.storage = storage
-        self.num_chunks = 0  # chunks committed since the last reset; past a full ring the oldest are gone
-        self.conditioning: dict[str, ConditioningEntry] = {}
-        self.context: ForwardContext | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of history that a forward can see now."""
-        return self.window.num_slots(self.num_chunks)
 
 
 @dataclass(frozen=True)
@@ -81,10 +61,10 @@ class KVSnapshot:
 
 
 class KVState:
-    """The K/V of one session over the branches that really run."""
+    """The K/V of one session over the branches that really run. `cache`: the one that it lives in."""
 
     def __init__(self, cache: KVCache, branches: Iterable[str] | None = None) -> None:
-        self._cache = cache
+        self.cache = cache
         names = cache.spec.branches if branches is None else tuple(branches)
         self.branches = {
             name: BranchState(name, BlockTable(cache.pool, cache.storage.block_size), cache.spec.window, cache.storage)
@@ -133,44 +113,44 @@ class KVState:
 
     # conditioning
 
-    def set_conditioning(self, branch: str, half: str, entry: ConditioningEntry) -> None:
-        """Attach a published half (the caller's reference goes to the branch) and release the one it replaces.
+    def set_conditioning(self, branch: str, kind: str, entry: ConditioningEntry) -> None:
+        """Attach a published entry (the caller's reference goes to the branch) and release the one it replaces.
 
-        Raises ValueError, and takes no reference, for a half that the spec does not have.
+        Raises ValueError, and takes no reference, for a kind that the spec does not have.
         """
-        if half not in self._cache.spec.conditioning:
-            raise ValueError(f"half: expected one of {list(self._cache.spec.conditioning)}, got {half!r}")
-        replaced = self.branches[branch].conditioning.get(half)
-        self.branches[branch].conditioning[half] = entry
+        if kind not in self.cache.spec.conditioning:
+            raise ValueError(f"kind: expected one of {list(self.cache.spec.conditioning)}, got {kind!r}")
+        replaced = self.branches[branch].conditioning.get(kind)
+        self.branches[branch].conditioning[kind] = entry
         if replaced is not None:
-            self._cache.conditioning.release(replaced)
+            self.cache.conditioning.release(replaced)
 
     def conditioning(self, branch: str) -> Mapping[str, ConditioningEntry]:
-        """The branch's published halves; raises ConditioningMissing with every half's flag when one is missing."""
+        """The branch's entry of each kind; raises ConditioningMissing with every kind's flag when one is missing."""
         entries = self.branches[branch].conditioning
-        halves = self._cache.spec.conditioning
-        if any(half not in entries for half in halves):
-            flags = ", ".join(f"{half}={'set' if half in entries else 'missing'}" for half in halves)
+        kinds = self.cache.spec.conditioning
+        if any(kind not in entries for kind in kinds):
+            flags = ", ".join(f"{kind}={'set' if kind in entries else 'missing'}" for kind in kinds)
             raise ConditioningMissing(f"branch {branch!r}: conditioning read before it was populated ({flags})")
         return entries
 
-    def drop_conditioning(self, half: str) -> None:
-        """Forget one half in every branch."""
+    def drop_conditioning(self, kind: str) -> None:
+        """Forget one kind in every branch."""
         for state in self.branches.values():
-            entry = state.conditioning.pop(half, None)
+            entry = state.conditioning.pop(kind, None)
             if entry is not None:
-                self._cache.conditioning.release(entry)
+                self.cache.conditioning.release(entry)
 
     # life cycle
 
     def reset(self, keep: Iterable[str] = ()) -> None:
-        """Drop all history, and all conditioning halves but those named in `keep`; the object stays usable."""
+        """Drop all history, and all conditioning but the kinds named in `keep`; the object stays usable."""
         self.abandon()
         for state in self.branches.values():
             state.table.release()
             state.num_chunks = 0
-        for half in set(self._cache.spec.conditioning) - set(keep):
-            self.drop_conditioning(half)
+        for kind in set(self.cache.spec.conditioning) - set(keep):
+            self.drop_conditioning(kind)
 
     def close(self) -> None:
         """Give everything back; safe to call twice."""
@@ -181,7 +161,7 @@ class KVState:
         for state in self.branches.values():
             if state.context is not None and state.context.is_active:
                 raise RuntimeError(f"branch {state.name!r}: a snapshot is taken at a commit, not during a forward")
-        return KVSnapshot(self._cache, {name: self._freeze(state) for name, state in self.branches.items()})
+        return KVSnapshot(self.cache, {name: self._freeze(state) for name, state in self.branches.items()})
 
     def restore(self, snapshot: KVSnapshot) -> None:
         """Go back to a snapshot, which stays valid. What was committed since is given back.
@@ -190,7 +170,7 @@ class KVState:
         """
         if snapshot.is_released:
             raise ValueError("the snapshot is released; nothing is left to go back to")
-        if snapshot.cache is not self._cache:
+        if snapshot.cache is not self.cache:
             raise ValueError("the snapshot is of another cache, whose blocks this one does not have")
         if set(snapshot.branches) != set(self.branches):
             raise ValueError(f"snapshot has branches {list(snapshot.branches)}, this state {list(self.branches)}")
@@ -202,13 +182,18 @@ class KVState:
             state.conditioning = self._share(frozen.conditioning)
             old_table.release()
             for entry in old_entries.values():
-                self._cache.conditioning.release(entry)
+                self.cache.conditioning.release(entry)
 
     def _freeze(self, state: BranchState) -> BranchSnapshot:
         return BranchSnapshot(state.table.fork(), state.num_chunks, self._share(state.conditioning))
 
     def _share(self, entries: Mapping[str, ConditioningEntry]) -> dict[str, ConditioningEntry]:
-        return {half: self._cache.conditioning.share(entry) for half, entry in entries.items()}
+        return {kind: self.cache.conditioning.share(entry) for kind, entry in entries.items()}
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks committed since the last reset, of the branch that has most."""
+        return max((state.num_chunks for state in self.branches.values()), default=0)
 
     @property
     def num_blocks(self) -> int:
@@ -217,7 +202,7 @@ class KVState:
 
     def layer_kv(self, branch: str, layer: int) -> tuple[Any, Any]:
         """Copies of a branch's committed K and V of one layer, [tokens, heads, head_dim] in temporal order."""
-        state, size = self.branches[branch], self._cache.spec.chunk_size
+        state, size = self.branches[branch], self.cache.spec.chunk_size
         starts = [state.window.entry(i) * size for i in state.window.visible_chunks(state.num_chunks)]
         slots = np.asarray([slot for start in starts for slot in range(start, start + size)], dtype=np.int64)
-        return self._cache.storage.gather(layer, np.asarray(state.table.blocks, dtype=np.int32), slots)
+        return self.cache.storage.gather(layer, np.asarray(state.table.blocks, dtype=np.int32), slots)

@@ -7,15 +7,18 @@ tensors that one op mutates, and are zero-initialised, so that no kernel multipl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
+from worldkv.kv.pages import PageFormat
 from worldkv.kv.spec import KVSpec
 
 
@@ -33,10 +36,8 @@ class HostBlocks:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
 
-    def tokens(self, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V [num_tokens, heads, head_dim] of each layer."""
-        for k, v in self.layers:
-            yield k.flatten(0, 1)[:num_tokens], v.flatten(0, 1)[:num_tokens]
+
+Mark = torch.cuda.Event | None  # what the device had queued at some moment; None where nothing is ever queued
 
 
 class KVStorage:
@@ -53,8 +54,12 @@ class KVStorage:
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size: expected a power of two, got {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.format = torch.device(device), PageFormat(dtype)
+        self.bytes_per_block = self.format.bytes_per_block(spec, block_size)
         self.num_copied = 0  # blocks copied on write so far
+        self._copies: torch.cuda.Stream | None = None  # for what runs beside the engine's work
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         shape = (num_blocks, block_size, spec.num_heads, spec.head_dim)
         self.k = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
         self.v = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(spec.num_layers)]
@@ -63,10 +68,15 @@ class KVStorage:
         """Another one with blocks of the same kind, for trials."""
         other = copy(self)
         other.num_blocks = num_blocks
+        other.bytes_per_block = self.bytes_per_block // self.num_layers * num_layers
         shape = (num_blocks, *self.k[0].shape[1:])
         other.k = [self.k[0].new_zeros(shape) for _ in range(num_layers)]
         other.v = [self.v[0].new_zeros(shape) for _ in range(num_layers)]
         return other
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.format.dtype
 
     @property
     def num_layers(self) -> int:
@@ -79,6 +89,14 @@ class KVStorage:
     def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer as [num_blocks * block_size, heads, head_dim] views."""
         return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
+
+    def write(self, layer: int, slots: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        """Write T tokens' K and V at the physical `slots`, int64 [T]. Nothing else does but the fused GPU kernel.
+
+        Waits for nothing, so it can be captured in a CUDA graph.
+        """
+        for pool, tokens in zip(self.slots(layer), (k_THD, v_THD), strict=True):
+            pool.index_copy_(0, slots, tokens.to(pool.dtype))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination), in every layer."""
@@ -93,11 +111,11 @@ class KVStorage:
         """Write T tokens' K and V from the first slot of `blocks` on; what follows in the last block is zeroed."""
         if blocks_for(k_THD.shape[0], self.block_size) != len(blocks):
             raise ValueError(f"{k_THD.shape[0]} tokens do not fill {len(blocks)} blocks of {self.block_size} slots")
-        index = upload(list(blocks), self.device)
-        padding = len(blocks) * self.block_size - k_THD.shape[0]
-        for tensor, tokens in ((self.k[layer], k_THD), (self.v[layer], v_THD)):
-            padded = torch.nn.functional.pad(tokens.to(self.device, self.dtype), (0, 0, 0, 0, 0, padding))
-            tensor[index] = padded.reshape(len(blocks), self.block_size, *padded.shape[1:])
+        starts = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_size
+        slots = upload((starts + np.arange(self.block_size)).reshape(-1), self.device)
+        pad = (0, 0, 0, 0, 0, len(slots) - k_THD.shape[0])
+        k, v = (F.pad(tokens.to(self.device, self.dtype), pad) for tokens in (k_THD, v_THD))
+        self.write(layer, slots, k, v)
 
     def gather(
         self, layer: int, blocks: npt.NDArray[np.int32], logical_slots: npt.NDArray[np.int64]
@@ -109,22 +127,43 @@ class KVStorage:
         return k[index], v[index]
 
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copy blocks to the host (pinned and asynchronous on a GPU: `synchronize` before they are read)."""
+        """Copy blocks to the host; pinned and asynchronous on a GPU, so within `aside`."""
         index = upload(list(blocks), self.device, torch.long)
         return HostBlocks(
             [(self._to_host(k[index]), self._to_host(v[index])) for k, v in zip(self.k, self.v, strict=True)]
         )
 
     def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
-        """Copy blocks from the host into `blocks`, in order."""
+        """Copy blocks from the host into `blocks`, in order; asynchronous on a GPU, so within `aside`."""
         index = upload(list(blocks), self.device, torch.long)
         for layer, (k, v) in enumerate(host.layers):
             self.k[layer][index] = k.to(self.device, non_blocking=True)
             self.v[layer][index] = v.to(self.device, non_blocking=True)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def mark(self) -> Mark:
+        """All that this thread has queued on the device by now."""
+        if self._copies is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @contextmanager
+    def aside(self, mark: Mark) -> Iterator[None]:
+        """Copies made inside come after `mark` and beside what is queued later, on any thread; at the end, also where
+        one fails, they have been waited for."""
+        if self._copies is None:
+            yield
+            return
+        assert mark is not None, "a mark of another device"
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(mark)
+            try:
+                yield
+            finally:
+                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                end.record()
+                end.synchronize()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.device.type != "cuda":

@@ -1,94 +1,148 @@
-"""What the engine asks of a model, and what a model's tick asks of the engine.
+"""What the engine asks of a model, and what a model's program asks of the engine.
 
-A tick is a generator: it yields requests, is sent their results, and returns its outcome. It never runs the network
-itself, so the engine is free to run the requests of many ticks together.
+A tick is a program, a generator: it yields requests, is sent their results, and returns its outcome. The engine runs
+the requests of many programs together. Three rules keep that safe:
+
+- a program holds no reference of the cache (acquired conditioning, say) over a yield: what fails there would leak it;
+- it returns the session's new state and stores it nowhere, so a tick that fails has changed nothing;
+- networks run by `Forward` and `Encode` requests only, what waits for a device or takes long on the host by `OnHost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from worldkv.kv.cache import KVCache
-from worldkv.kv.conditioning import ConditioningEntry
-from worldkv.kv.forward import ForwardContext
-from worldkv.kv.spec import KVSpec
-from worldkv.kv.state import KVState
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    import torch
+    from worldkv.kv.branch import ForwardContext
+    from worldkv.kv.cache import KVCache
+    from worldkv.kv.conditioning import ConditioningEntry
+    from worldkv.kv.row import AttentionRow
+    from worldkv.kv.spec import KVSpec
+    from worldkv.kv.state import KVState
+
+InputsT = TypeVar("InputsT")
+StateT = TypeVar("StateT")
+ResultT = TypeVar("ResultT")
+RowInputsT = TypeVar("RowInputsT")
+InputsT_contra = TypeVar("InputsT_contra", contravariant=True)
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+RowInputsT_co = TypeVar("RowInputsT_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class ForwardRow:
-    """One branch of one session in one forward. Shapes: C latent channels, F frames, h x w latent pixels."""
+class Row(Generic[RowInputsT_co]):
+    """One branch of one session in one forward: what the cache needs, and the family's own inputs.
 
-    context: ForwardContext
+    `num_draft_tokens`: tokens after the chunks' own that never become history (actions and a state, say).
+    """
+
+    context: ForwardContext  # where it writes, what it sees, whether it commits
     conditioning: Mapping[str, ConditioningEntry]
-    latents: torch.Tensor  # [C, F, h, w]
-    condition: torch.Tensor | None  # [C', F, h, w], concatenated on channels where the model wants it
-    first_frame: int  # absolute frame index in the window
-    timestep: int
-    actions: torch.Tensor | None = None  # [horizon, action_dim]
-    state: torch.Tensor | None = None  # [num_states, max_state_dim]
-    action_timestep: int = 0
+    num_draft_tokens: int
+    inputs: RowInputsT_co
+
+    def activate(self) -> AttentionRow:
+        """Take the blocks it writes to, now that it really runs; later calls return the same. Raises OutOfBlocks."""
+        return self.context.activate(self.num_draft_tokens)
 
 
 @dataclass(frozen=True)
-class RowOutput:
-    """Velocities (noise - clean) of one row; None for a clean pass, which only fills the cache."""
+class Forward:
+    """Run these rows in one forward; sent back: an output for each. Committing rows become history together, once the
+    forward has succeeded."""
 
-    video_velocity: torch.Tensor | None  # [C, F, h, w]
-    action_velocity: torch.Tensor | None  # [horizon, action_dim]
-
-
-@dataclass(frozen=True)
-class ForwardRequest:
-    """Run these rows in one forward; committing rows become history together once it has succeeded."""
-
-    rows: tuple[ForwardRow, ...]
-    stage: str  # "commit" or "denoise"
+    rows: tuple[Row[Any], ...]
+    stage: str  # under which its time is told: "commit", "denoise" or the family's own
 
 
 @dataclass(frozen=True)
-class EncodeRequest:
-    """Run one encoder; `encoder` names it, `payload` is what it takes. Equal encoders may run as a batch."""
+class Encode:
+    """Run one encoder (or decoder); sent back: its output. `payload`: what it takes. Equal encoders share batches."""
 
     encoder: str
     payload: Any
     stage: str = "encode"
 
 
-Request = ForwardRequest | EncodeRequest
-Tick = Generator[Request, Any, tuple[Any, Any]]  # returns (result, the rollout after this tick)
+@dataclass(frozen=True)
+class OnHost:
+    """Call a function on one of the host's threads; sent back: what it returns. It must not touch the cache.
+
+    Should its tick end meanwhile, what it returns is dropped.
+    """
+
+    function: Callable[[], Any]
+    stage: str
 
 
-class WorldModel(Protocol):
-    """An autoregressive diffusion world model. Holds weights only, nothing of any session."""
+Request = Forward | Encode | OnHost
 
-    spec: KVSpec
 
-    def new_rollout(self) -> Any:
-        """The non-K/V state of an episode that has not begun; an immutable value."""
+@dataclass(frozen=True)
+class Outcome(Generic[ResultT, StateT]):
+    """What a program returns: the tick's result, and the session's state after it."""
+
+    result: ResultT
+    state: StateT
+
+
+Program = Generator[Request, Any, Outcome[ResultT, StateT]]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What people are shown of a model. `sizes`: in a few words. `facts`: what else a family tells; plain values."""
+
+    family: str
+    sizes: str
+    num_weight_bytes: int
+    window_chunks: int
+    facts: Mapping[str, Any]
+
+
+class WorldModel(Protocol[InputsT, StateT, ResultT]):
+    """An autoregressive diffusion world model. Holds weights and constants, nothing of any session.
+
+    Generic over a tick's inputs, a session's state beside its K/V (an immutable value) and a tick's result.
+    """
+
+    @property
+    def spec(self) -> KVSpec: ...
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    def new_state(self, old: StateT | None = None) -> StateT:
+        """The state of a session that has not begun; or, given the one it had, of one that was just reset."""
         ...
 
-    def tick(self, cache: KVCache, kv: KVState, rollout: Any, inputs: Any) -> Tick:
-        """The program of one tick. Changes `kv` only through commits and `reset`; returns (result, new rollout)."""
+    def program(self, kv: KVState, state: StateT, inputs: InputsT) -> Program[ResultT, StateT]:
+        """One tick. Changes `kv` only through commits and `reset`."""
         ...
 
-    def forward(self, cache: KVCache, rows: Sequence[ForwardRow]) -> list[RowOutput]: ...
+    def forward(self, cache: KVCache, rows: Sequence[Row[Any]]) -> Sequence[object]:
+        """An output per row, their K/V written to the cache."""
+        ...
 
-    def encode(self, encoder: str, payloads: Sequence[Any]) -> list[Any]: ...
+    def encode(self, encoder: str, payloads: Sequence[Any]) -> Sequence[object]:
+        """An output per payload."""
+        ...
+
+    def fake_inputs(self, first: bool) -> InputsT:
+        """Inputs of a session's first tick or a later one: for warm-up, tests and measuring."""
+        ...
 
 
-def batches_of_alike(payloads: Sequence[Any], most_numbers: int) -> list[list[int]]:
-    """Indices of payloads of equal shapes, as many at once as hold no more numbers than that (one always does)."""
+def batches_of_alike(payloads: Sequence[Any], max_elements: int) -> list[list[int]]:
+    """Groups payloads of equal shapes into batches of at most `max_elements` elements; a larger payload is its own
+    batch. Returns indices."""
     groups: dict[Any, list[int]] = {}
     for index, payload in enumerate(payloads):
         groups.setdefault(tuple(tensor.shape for tensor in payload), []).append(index)
     batches = []
     for shapes, alike in groups.items():
-        most = max(1, most_numbers // max(1, *(shape.numel() for shape in shapes)))
+        most = max(1, max_elements // max(1, *(shape.numel() for shape in shapes)))
         batches += [alike[start : start + most] for start in range(0, len(alike), most)]
     return batches

@@ -43,6 +43,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Imagined:
+    """In place of an observation: what the last tick predicted is taken for observed. `noise_seed`: None is the
+    model's own."""
+
+    noise_seed: int | None = None
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a session remembers between ticks. Replaced whole when a tick has succeeded, never changed.
 
@@ -64,6 +72,10 @@ class Prepared:
     state: Mapping[str, np.ndarray]
     warnings: tuple[str, ...]
     memory: Memory
+    observation: Observation | None = None  # None: imagined
+
+
+Seen = Observation | Imagined | Mapping[str, Any]  # what a tick is given; a map is by the embodiment's fields
 
 
 class Preparation:
@@ -78,7 +90,11 @@ class Preparation:
         """`raw`: by the embodiment's field names. Raises BadRequest."""
         return read_observation(raw, self.embodiment)
 
-    def prepare(self, observation: Observation, memory: Memory) -> Prepared:
+    def prepare(self, seen: Seen, memory: Memory) -> Prepared:
+        """A tick's inputs, and what is remembered after it. Raises BadRequest."""
+        if isinstance(seen, Imagined):
+            return self.imagine(memory, seen.noise_seed)
+        observation = seen if isinstance(seen, Observation) else self.read(seen)
         views = self._extended_views(observation, memory.views)
         warnings = {**observation.warnings, **contract_warnings(observation, memory.views, views, self.embodiment)}
         prompt = memory.prompt
@@ -95,6 +111,7 @@ class Preparation:
             state=observation.state,
             warnings=tuple(text for subject, text in warnings.items() if subject not in memory.warned),
             memory=Memory(views, prompt, memory.warned | warnings.keys(), observation.state),
+            observation=observation,
         )
 
     def imagine(self, memory: Memory, noise_seed: int | None) -> Prepared:

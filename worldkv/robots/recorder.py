@@ -155,15 +155,15 @@ class SessionRecorder:
             partial.unlink(missing_ok=True)
             raise
         self._recorder.wrote(path.stat().st_size)
-        result = reply.result
+        facts = reply.facts
         details = {
             "file": file,
             "prompt": observation.prompt,
             "num_frames": observation.num_frames,
-            "restart_reason": result.restart_reason,
-            "frames_cached": result.frames_cached,
-            "blocks_used": result.blocks_used,
-            "blocks_free": result.blocks_free,
+            "restart_reason": facts["restart_reason"],
+            "frames_cached": facts["frames_cached"],
+            "blocks_used": facts["blocks_used"],
+            "blocks_free": facts["blocks_free"],
             "timings_ms": {stage: round(value, 3) for stage, value in reply.timings.items()},
             "warnings": list(reply.warnings),
         }

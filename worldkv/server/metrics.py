@@ -6,7 +6,7 @@ What the engine counts is read from it when Prometheus asks, and costs nothing i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -31,7 +31,7 @@ _STAGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 class Metrics:
     """One app's. Two apps in one process do not share anything."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[Any, Any, Any]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self.requests = Counter(
@@ -70,7 +70,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[Any, Any, Any]) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

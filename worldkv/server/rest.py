@@ -212,7 +212,7 @@ async def snapshot_session(entry: OfSession, service: ReadyService) -> SnapshotS
 async def restore_session(entry: OfSession, service: ReadyService, body: RestoreBody) -> SessionState:
     """Go back, or over, to a snapshot of this or another session."""
     held = service.snapshots.get(body.snapshot_id, entry.owner)
-    await service.sessions.run(entry, entry.session.restore, held.policy_snapshot)
+    await service.sessions.run(entry, entry.session.restore, held.snapshot)
     entry.has_history = True
     entry.history.happened(f"went back to a snapshot of {held.session_id}")
     return _state(entry)
@@ -223,7 +223,7 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     """A new session that goes on from here, or from a snapshot."""
     snapshot_id = body.snapshot_id if body is not None else None
     held = None if snapshot_id is None else service.snapshots.get(snapshot_id, entry.owner)
-    source = entry.session if held is None else held.policy_snapshot
+    source = entry.session if held is None else held.snapshot
     with service.sessions.kept(entry):
         fork = await service.sessions.open(_new_id(body, entry.owner), entry.owner, source)
     fork.history.parent = entry.public_id
@@ -300,6 +300,6 @@ def _snapshot_state(held: HeldSnapshot) -> SnapshotState:
     return SnapshotState(
         snapshot_id=held.snapshot_id,
         session_id=held.session_id,
-        frames_seen=held.policy_snapshot.engine_snapshot.num_chunks,
-        blocks_charged=held.policy_snapshot.engine_snapshot.num_blocks_charged,
+        frames_seen=held.snapshot.num_chunks,
+        blocks_charged=held.snapshot.num_blocks_charged,
     )

@@ -142,7 +142,7 @@ class Connection:
         await self._service.until_ready()
         if self._gone:  # while it waited
             raise WebSocketDisconnect(1005)
-        observation = await asyncio.wrap_future(self._service.policy.read(request.observation))
+        observation = await self._service.in_thread(self._service.policy.read, request.observation)
         self._current_id = self._session_key(request.session_id) or self._private_id
         async with self._service.sessions.use(self._current_id, self, request, self._owner) as entry:
             if self._gone:  # while it was being opened
@@ -161,9 +161,15 @@ class Connection:
         return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))
 
     def _server_timing(self, reply: PolicyReply, infer_ms: float) -> dict[str, float]:
+        read_ms = max(0.0, infer_ms - reply.timings["total"])  # before the tick was asked for, and after it
         stages = {f"{stage}_ms": float(ms) for stage, ms in reply.timings.items() if stage != "total"}
         previous = self._previous_total_ms
-        return {"infer_ms": infer_ms, **stages, **({} if previous is None else {"prev_total_ms": previous})}
+        return {
+            "infer_ms": infer_ms,
+            "read_ms": read_ms,
+            **stages,
+            **({} if previous is None else {"prev_total_ms": previous}),
+        }
 
     async def _reset(self, request: ResetRequest) -> str:
         await self._service.sessions.reset(self._session_key(request.session_id) or self._current_id)
@@ -210,17 +216,7 @@ class Connection:
 
 def _details(reply: PolicyReply) -> dict[str, Any]:
     """What a robot does not need but people look at: the imagined frames and how full the cache is."""
-    result = reply.result
-    return {
-        "predicted_video": reply.decode_video(),
-        "cache": {
-            "frames_cached": result.frames_cached,
-            "blocks_used": result.blocks_used,
-            "blocks_free": result.blocks_free,
-            "start_frame": result.start_frame,
-            "restart_reason": result.restart_reason,
-        },
-    }
+    return {"predicted_video": reply.decode_video(), "cache": dict(reply.facts)}
 
 
 def _raise_if_gone(incoming: asyncio.Task[Any]) -> None:

@@ -30,9 +30,11 @@ from worldkv.server.metrics import Metrics
 from worldkv.wire import InferRequest
 
 if TYPE_CHECKING:
-    from worldkv.robots.policy import Policy, PolicySession, PolicySnapshot
+    from worldkv.engine.engine import SnapshotHandle
+    from worldkv.robots.policy import Policy, PolicySession
 
 _REMEMBERED_ENDS = 4096
+_CLOSE_S = 5.0  # for an engine to give a session's blocks back
 _SHOWN_ENDS = 50
 
 R = TypeVar("R")
@@ -226,7 +228,7 @@ class SessionTable:
             return "another prompt"
         return None
 
-    async def open(self, session_id: str, owner: str, source: PolicySession | PolicySnapshot | None = None) -> Entry:
+    async def open(self, session_id: str, owner: str, source: PolicySession | SnapshotHandle | None = None) -> Entry:
         """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
         if session_id in self._entries:
             raise BadRequest(_taken(session_id))
@@ -269,7 +271,7 @@ class SessionTable:
         *,
         named: bool,
         owner: str,
-        source: PolicySession | PolicySnapshot | None = None,
+        source: PolicySession | SnapshotHandle | None = None,
         taken_is_wrong: bool = False,
     ) -> Entry:
         async with self._opening.setdefault(session_id, asyncio.Lock()):
@@ -300,7 +302,7 @@ class SessionTable:
                 raise EngineStopped("the server is shutting down")
             return entry
 
-    async def _admitted(self, session_id: str, source: PolicySession | PolicySnapshot | None) -> PolicySession:
+    async def _admitted(self, session_id: str, source: PolicySession | SnapshotHandle | None) -> PolicySession:
         """A new session of the policy's. Sessions that hold a place but no history give it up first."""
         if self._closed:
             raise EngineStopped("the server is shutting down")
@@ -338,11 +340,12 @@ class SessionTable:
         if entry.has_history:
             entry.has_history = False
             entry.history.happened("was reset")
-            await self._in_thread(entry.session.reset)
+            await asyncio.wrap_future(entry.session.reset())
 
     async def _close(self, entry: Entry, text: str) -> None:
         try:
-            await self._in_thread(entry.session.close, text)
+            given_back = asyncio.wrap_future(await self._in_thread(entry.session.close, text))
+            await asyncio.wait({given_back}, timeout=_CLOSE_S)  # a stuck engine gives nothing back
         except Exception:
             logger.exception("session %s did not close", entry.session_id)
         if self._leaving.get(entry.session_id) is entry:

@@ -15,7 +15,8 @@ from worldkv.errors import AdmissionRefused, SnapshotNotFound
 from worldkv.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from worldkv.robots.policy import Policy, PolicySnapshot
+    from worldkv.engine.engine import SnapshotHandle
+    from worldkv.robots.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class HeldSnapshot:
     snapshot_id: str
     owner: str
     session_id: str  # of the session it was taken of, as its client calls it
-    policy_snapshot: PolicySnapshot
+    snapshot: SnapshotHandle
     last_used: float = field(default_factory=time.monotonic)
 
 
@@ -45,7 +46,7 @@ class SnapshotTable:
                 f"{self._limit} snapshots are held, the most that one client may have; release one", retry_after_ms=1000
             )
 
-    def add(self, owner: str, session_id: str, snapshot: PolicySnapshot) -> HeldSnapshot:
+    def add(self, owner: str, session_id: str, snapshot: SnapshotHandle) -> HeldSnapshot:
         """Keep a snapshot that was just taken; released again, with AdmissionRefused, if others were faster."""
         try:
             self.require_room(owner)
@@ -73,7 +74,7 @@ class SnapshotTable:
         """Safe twice."""
         if self._held.pop(held.snapshot_id, None) is not None:
             self._metrics.snapshots.set(len(self._held))
-            self._policy.release(held.policy_snapshot)
+            self._policy.release(held.snapshot)
             logger.info("snapshot %s of session %s released: %s", held.snapshot_id, held.session_id, why)
 
     def release_unused(self, seconds: float) -> None:

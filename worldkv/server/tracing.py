@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from worldkv.server.console.history import TickRow
 
-STAGES = ("preprocess", "queue", "encode", "commit", "denoise")  # of a tick, in the order in which they happen
+# of a tick, in the order in which they happen; "read" is the server's, before the tick
+STAGES = ("read", "queue", "preprocess", "encode", "commit", "denoise", "postprocess")
 
 
 class TickTracer:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from worldkv.show.records import TickRecord
+from worldkv.show.terminal import has_rich
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +39,7 @@ class LiveTable:
         self._live: Any = None
 
     def __enter__(self) -> Self:
-        if self._file.isatty() and _has_rich():
+        if self._file.isatty() and has_rich():
             from rich.console import Console
             from rich.live import Live
 
@@ -122,11 +123,3 @@ class LiveTable:
                 record.restart_reason or "",
             )
         return table
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -22,7 +22,7 @@ DROID_ACTIONS = (*(f"joint_{joint}" for joint in range(1, 8)), "gripper")
 _INK, _MUTED, _GRID, _BAND = "#1f2933", "#66727f", "#e6e9ed", "#f3f5f8"
 _BLUE, _SKY, _GREEN, _ORANGE, _RED = "#2563a8", "#79aede", "#2f9e75", "#e8833a", "#c8402f"
 _SESSION_COLOURS = (_BLUE, _ORANGE, _GREEN, "#8b5fbf", _RED, "#4a9aa5")
-_STAGE_COLOURS = dict(zip(STAGES, ("#c3cad2", "#8c98a4", _SKY, _GREEN, _BLUE), strict=True))
+_STAGE_COLOURS = dict(zip(STAGES, ("#dfe3e8", "#8c98a4", "#c3cad2", _SKY, _GREEN, _BLUE, _ORANGE), strict=True))
 _DPI = 150
 _MAX_LABELLED = 30  # ticks; more labels would overlap
 

@@ -23,6 +23,12 @@ class TickRecord:
     blocks_free: int
     restart_reason: str | None = None
 
+    @classmethod
+    def of(cls, tick: int, session: str, timings: Mapping[str, float], facts: Mapping[str, Any]) -> TickRecord:
+        """`facts`: of a reply, here or over the wire."""
+        names = ("frames_cached", "blocks_used", "blocks_free", "restart_reason")
+        return cls(tick, session, timings, *(facts[name] for name in names))
+
     @property
     def total_ms(self) -> float:
         """The `total` of the timings; the sum of the stages where nobody measured it."""
@@ -33,12 +39,4 @@ def record_of_answer(answer: Mapping[str, Any], number: int, session_id: str) ->
     """Of what a server answers to a request with `details`."""
     cache, timing = answer["cache"], answer["server_timing"]
     timings = {name.removesuffix("_ms"): milliseconds for name, milliseconds in timing.items()}
-    return TickRecord(
-        number,
-        session_id,
-        {**timings, "total": timing["infer_ms"]},
-        cache["frames_cached"],
-        cache["blocks_used"],
-        cache["blocks_free"],
-        cache["restart_reason"],
-    )
+    return TickRecord.of(number, session_id, {**timings, "total": timing["infer_ms"]}, cache)

@@ -1,5 +1,4 @@
-"""The header of a safetensors file: names, dtypes and shapes without reading a tensor, and whether the file
-is whole.
+"""The header of a safetensors file: names, dtypes and shapes without reading a tensor, and whether the file is whole.
 
 Layout: 8 bytes little-endian header length, a JSON header, then the tensors' bytes without gaps.
 """

@@ -36,11 +36,11 @@ def is_lora(names: Shapes) -> bool:
 
 
 def plain_names(
-    shapes: Shapes, alpha: object, problems: list[str], base: Shapes
+    shapes: Shapes, alpha: object, problems: list[str], base: Shapes, alpha_field: str
 ) -> tuple[dict[str, str], dict[str, Adapter]]:
     """(model's name -> stored name, adapted weight -> its adapter). Appends what cannot be merged to `problems`.
 
-    `alpha`: config.json's `lora_alpha`. `base`: of tensors that lie elsewhere, by the model's names.
+    `alpha` was read from `alpha_field`. `base`: of tensors that lie elsewhere, by the model's names.
     """
     stored: dict[str, str] = {}
     factors: dict[str, dict[str, str]] = {}
@@ -57,17 +57,15 @@ def plain_names(
         else:
             stored[plain] = name
     if factors and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0):
-        problems.append(
-            f"config.json: action_head_cfg.config.lora_alpha must say how adapters are scaled, got {alpha!r}"
-        )
+        problems.append(f"{alpha_field} must say how adapters are scaled, got {alpha!r}")
         return stored, {}
     adapters = {}
     weights = {**base, **{name: shapes[origin] for name, origin in stored.items()}}
     absent = [weight for weight in factors if weight not in weights]
     if absent:
         problems.append(
-            f"{len(absent)} weights have adapters here and are not here themselves ({absent[0]}, ...): name the Wan "
-            "folder that this run was trained from with --base DIR"
+            f"{len(absent)} weights have adapters here and are not here themselves ({absent[0]}, ...): name the "
+            "folder of the model that this run was trained from with --base DIR"
         )
     for weight, parts in factors.items():
         trouble = _trouble(weight, parts, adapters_of[weight], weights, shapes)

@@ -1,7 +1,7 @@
 """Writes a checkpoint's tensors as clean shards: plain names, one dtype, adapters merged, nothing that nobody reads.
 
-A shard is written beside its place and moved there when it is whole, so what lies there is whole: a second run goes on
-where the first one stopped. Knows no robots.
+Shards are written to *.partial and renamed when complete, so an existing shard is always complete: a second run goes on
+where the first one stopped. Knows no model and no robots.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.files import INDEX_FILE
 from worldkv.models.checkpoints.header import read_header
-from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.folder import INDEX_FILE
+from worldkv.models.checkpoints.modules import TensorReader, TensorSource
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -48,7 +48,7 @@ def plan_shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes:
 
 
 def write_shards(
-    checkpoint: Checkpoint,
+    checkpoint: TensorReader,
     shapes: Mapping[str, tuple[int, ...]],
     shards: list[Shard],
     folder: Path,
@@ -64,7 +64,7 @@ def write_shards(
         if path.is_file() and _header(path) == wanted:
             kept += 1
         else:
-            tensors = {name: checkpoint.tensor(name).to(dtype).contiguous().clone() for name in shard.names}
+            tensors = {name: checkpoint.read(TensorSource(name)).to(dtype).contiguous().clone() for name in shard.names}
             partial = path.with_suffix(".partial")
             save_file(tensors, partial)
             os.replace(partial, path)
@@ -80,14 +80,14 @@ def write_shards(
     return kept
 
 
-def compare_shards(checkpoint: Checkpoint, shards: list[Shard], folder: Path, progress: Progress) -> None:
+def compare_shards(checkpoint: TensorReader, shards: list[Shard], folder: Path, progress: Progress) -> None:
     """Reads every written tensor back. Raises CheckpointError that names the first ones that differ."""
     total, done, differ = sum((folder / shard.file).stat().st_size for shard in shards), 0, []
     for shard in shards:
         with safe_open(folder / shard.file, framework="pt", device="cpu") as written:
             for name in shard.names:
                 tensor = written.get_tensor(name)
-                if not torch.equal(tensor, checkpoint.tensor(name).to(tensor.dtype)):
+                if not torch.equal(tensor, checkpoint.read(TensorSource(name)).to(tensor.dtype)):
                     differ.append(name)
                 done += tensor.numel() * tensor.itemsize
                 progress(done, total)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from worldkv.kv.branch import ForwardContext
 from worldkv.kv.cache import KVCache
 from worldkv.kv.conditioning import ConditioningEntry
-from worldkv.kv.forward import AttentionRow, ForwardContext
+from worldkv.kv.row import AttentionRow
 
 
 @dataclass(frozen=True)

@@ -1,76 +1,39 @@
 """What a DreamZero checkpoint's config.json says, as frozen dataclasses, validated once.
 
-Knows names, defaults and which values must agree; knows nothing of tensors (`checkpoint` compares the two).
-Defaults are the reference's class defaults for what a released config.json leaves out; whatever no tensor
-could confirm later (heads, tokens per frame) must be stated and has no default.
+Knows names, defaults and which values must agree; knows nothing of tensors (`checkpoint` compares the two). Defaults
+are the reference's class defaults for what a released config.json leaves out. What no tensor could confirm later
+(heads, tokens per frame) must be stated and has no default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from worldkv.errors import CheckpointError
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE, WanConfig
 
-VAE_TEMPORAL_STRIDE = 4  # RGB frames per latent frame after the first, which stands alone
 _UNLIMITED_WINDOW_FRAMES = 21  # what the reference attends to when max_chunk_size is -1
 _HEAD = "action_head_cfg.config"
 _DIT = f"{_HEAD}.diffusion_model_cfg"
 
 
-@dataclass(frozen=True)
-class DiTConfig:
-    """Sizes of the causal Wan DiT. `image_dim` is not in config.json: it is read off the checkpoint's
-    tensors."""
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig(WanConfig):
+    """Sizes of the causal Wan DiT with its action and state tokens."""
 
-    model_type: str  # "i2v" (Wan 2.1 VAE, the 14B) or "ti2v" (Wan 2.2 VAE, the 5B)
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
-    in_dim: int
-    out_dim: int  # channels of a video latent
+    origin: ClassVar[str] = f"config.json: {_DIT}."
+    model_types: ClassVar[tuple[str, ...]] = ("i2v", "ti2v")  # the 14B, the 5B
+
     frame_tokens: int  # config key frame_seqlen
     concat_first_frame_latent: bool
-    freq_dim: int = 256
-    text_dim: int = 4096
-    text_len: int = 512
-    image_dim: int = 1280
     image_tokens: int = 257
-    patch_size: tuple[int, int, int] = (1, 2, 2)
     action_dim: int = 32
     max_state_dim: int = 64
     hidden_size: int = 1024  # of the state and action MLPs
     num_actions_per_chunk: int = 24  # config key num_action_per_block
     num_states: int = 1  # config key num_state_per_block
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        _expect_one_of(f"{_DIT}.model_type", self.model_type, ("i2v", "ti2v"))
-        _expect_one_of(f"{_DIT}.out_dim (channels of a video latent)", self.out_dim, (16, 48))
-        # even: rotary embedding turns pairs of elements
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise CheckpointError(
-                f"config.json: {_DIT}.dim ({self.dim}) must be num_heads ({self.num_heads}) times an even head size"
-            )
-        if self.freq_dim % 2:
-            raise CheckpointError(f"config.json: {_DIT}.freq_dim must be even, got {self.freq_dim}")
-        condition = self.out_dim + VAE_TEMPORAL_STRIDE if self.concat_first_frame_latent else 0
-        if self.in_dim != self.out_dim + condition:
-            raise CheckpointError(
-                f"config.json: {_DIT}.in_dim must be {self.out_dim + condition} for out_dim {self.out_dim} "
-                f"and concat_first_frame_latent {self.concat_first_frame_latent}, got {self.in_dim}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
-
-    @property
-    def pixel_stride(self) -> int:
-        """Pixels per latent row or column: 8 for the Wan 2.1 VAE, 16 for the Wan 2.2 VAE."""
-        return 8 if self.out_dim == 16 else 16
 
 
 @dataclass(frozen=True)
@@ -125,8 +88,7 @@ class DreamZeroConfig:
 
     @property
     def window_frames(self) -> int:
-        """Latent frames a window holds: the first frame and max_chunk_size chunks; 21 when max_chunk_size is
-        -1."""
+        """Latent frames a window holds: the first frame and max_chunk_size chunks; 21 when max_chunk_size is -1."""
         if self.max_chunk_size == -1:
             return _UNLIMITED_WINDOW_FRAMES
         return self.max_chunk_size * self.frames_per_chunk + 1
@@ -222,8 +184,7 @@ def dreamzero_14b() -> DreamZeroConfig:
 
 
 def dreamzero_5b() -> DreamZeroConfig:
-    """DreamZero-5B (on Wan2.2-TI2V-5B): tiled images of 320 x 640 pixels, resized to 160 x 320 inside the
-    head."""
+    """DreamZero-5B (on Wan2.2-TI2V-5B): tiled images of 320 x 640 pixels, resized to 160 x 320 inside the head."""
     return DreamZeroConfig(
         DiTConfig(
             model_type="ti2v",
@@ -258,11 +219,6 @@ def _checked(kind: type, plain: object, where: str) -> dict[str, Any]:
         if name in plain and expected is not None and type(value) not in expected:
             raise CheckpointError(f"{where}.{name}: expected {spec.type}, got {value!r}")
     return dict(plain)
-
-
-def _expect_one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise CheckpointError(f"config.json: {field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 class _Fields:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from worldkv.device import HostCopy
 from worldkv.errors import BadRequest
-from worldkv.models.dreamzero.config import VAE_TEMPORAL_STRIDE, DreamZeroConfig
+from worldkv.models.dreamzero.config import DreamZeroConfig
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 
 Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
-Trace = Callable[[str, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -32,27 +30,17 @@ class TickInputs:
     noise_seed: int | None = None
     noise_video: torch.Tensor | None = None  # [1, C, F, h, w]
     noise_action: torch.Tensor | None = None  # [1, horizon, action_dim]
-    trace: Trace | None = None  # called with (quantity, tensor) as the tick goes
 
 
 @dataclass(frozen=True)
 class TickResult:
     """What one tick gives. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
 
-    action_copy: HostCopy  # perhaps still on its way from the device
+    actions: np.ndarray  # float32 [horizon, action_dim]
     video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
     observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
     restart_reason: str | None
-    start_frame: int  # frame index at which the denoised chunk starts
-    timings: dict[str, float] = field(default_factory=dict)  # milliseconds: queue, encode, commit, denoise, total
-    frames_cached: int = 0
-    blocks_used: int = 0
-    blocks_free: int = 0
-
-    @property
-    def actions(self) -> np.ndarray:
-        """float32 [horizon, action_dim]; waits for the device."""
-        return self.action_copy.numpy()
+    start_frame: int  # frame index at which the denoised chunk starts: so many are history
 
 
 def fill_chunk(frames: np.ndarray, frames_per_chunk: int) -> np.ndarray:
@@ -98,3 +86,13 @@ def _check_frames(config: DreamZeroConfig, frames: np.ndarray) -> None:
         raise BadRequest(
             f"frames: {height}x{width} pixels make {num_tokens} tokens a frame, this model has {dit.frame_tokens}"
         )
+
+
+def tiled_size(config: DreamZeroConfig) -> tuple[int, int]:
+    """Height and width, in pixels, of an image that makes the model's tokens."""
+    if config.target_video_height and config.target_video_width:
+        return 2 * config.target_video_height, 2 * config.target_video_width
+    stride = config.dit.pixel_stride * config.dit.patch_size[1]
+    tokens = config.dit.frame_tokens
+    rows = 22 if tokens == 880 else next(n for n in range(int(tokens**0.5), 0, -1) if tokens % n == 0)
+    return rows * stride, tokens // rows * stride

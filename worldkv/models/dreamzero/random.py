@@ -1,8 +1,7 @@
 """Writes a complete tiny DreamZero checkpoint folder with random weights, from a seed.
 
-For demos and tests: everything runs, is finite and depends on its inputs, and nothing was learned. The
-folder's config.json, its tensors' file and its statistics all say so. Layout and names are those of a
-released checkpoint.
+For demos and tests: everything runs, is finite and depends on its inputs, and nothing was learned. The folder's
+config.json, its tensors' file and its statistics all say so. Layout and names are those of a released checkpoint.
 """
 
 from __future__ import annotations
@@ -17,18 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from worldkv.models.dreamzero.checkpoint import dit_tensor_shapes
+from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from worldkv.models.dreamzero.checkpoint import needed_shapes
 from worldkv.models.dreamzero.config import DreamZeroConfig
-from worldkv.models.dreamzero.folder import (
-    CONF_FILE,
-    CONFIG_FILE,
-    DIT_PREFIX,
-    INDEX_FILE,
-    METADATA_FILE,
-    RANDOM_WEIGHTS_KEY,
-    SINGLE_FILE,
-)
-from worldkv.models.wan import names as keys
+from worldkv.models.dreamzero.folder import CONF_FILE, IMAGE_PREFIX, METADATA_FILE, RANDOM_WEIGHTS_KEY
 from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes
 
 NOTICE = "random weights written by worldkv: nothing was learned"
@@ -38,8 +29,7 @@ _NUM_SHARDS = 3
 
 @dataclass(frozen=True)
 class RandomSizes:
-    """What may be chosen. Views are the three cameras' images after resizing; the model sees them tiled 2 x
-    2."""
+    """What may be chosen. Views are the three cameras' images after resizing; the model sees them tiled 2 x 2."""
 
     view_height: int
     view_width: int
@@ -74,10 +64,10 @@ def write_random_checkpoint(
 ) -> Path:
     """Writes the folder (and its parents) and returns it; the same arguments give the same bytes.
 
-    kind: "i2v" (as DreamZero-14B: Wan 2.1 VAE) or "ti2v" (as the 5B: Wan 2.2 VAE). sharded: three files and
-    an index in place of one file. sizes: any field of RandomSizes.
-    Raises ValueError for unknown or impossible sizes, and for a folder that holds anything but an earlier
-    random checkpoint, which is replaced.
+    `kind`: "i2v" (as DreamZero-14B: Wan 2.1 VAE) or "ti2v" (as the 5B: Wan 2.2 VAE). `sharded`: three files and an
+    index in place of one file. `sizes`: any field of RandomSizes.
+    Raises ValueError for unknown or impossible sizes, and for a folder that holds anything but an earlier random
+    checkpoint, which is replaced.
     """
     folder = Path(folder)
     if kind not in _DEFAULTS:
@@ -97,8 +87,9 @@ def write_random_checkpoint(
     config = _config_json(kind, chosen, seed)
     parsed = DreamZeroConfig.from_json(config)
     parsed = replace(parsed, dit=replace(parsed.dit, image_dim=chosen.image_dim))
-    shapes = {DIT_PREFIX + name: shape for name, shape in dit_tensor_shapes(parsed.dit).items()}
-    shapes |= _encoder_shapes(kind, chosen)
+    sizes_of_encoders = _encoder_sizes(kind, chosen)
+    shapes = needed_shapes(parsed, sizes_of_encoders)
+    shapes |= _stored_for_nobody(shapes, sizes_of_encoders)
 
     (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
     (folder / CONF_FILE).write_text(json.dumps(_conf(chosen), indent=1) + "\n")  # JSON is YAML
@@ -179,9 +170,7 @@ def _config_json(kind: str, sizes: RandomSizes, seed: int) -> dict[str, Any]:
     }
 
 
-def _encoder_shapes(kind: str, sizes: RandomSizes) -> dict[str, tuple[int, ...]]:
-    """Also what a released checkpoint holds and nobody reads: the image tower's last layer, final norm and
-    head."""
+def _encoder_sizes(kind: str, sizes: RandomSizes) -> EncoderSizes:
     text = TextSizes(
         vocab_size=sizes.vocab_size,
         dim=sizes.text_dim,
@@ -192,14 +181,20 @@ def _encoder_shapes(kind: str, sizes: RandomSizes) -> dict[str, tuple[int, ...]]
         num_buckets=32,
     )
     image = ImageSizes(sizes.image_dim, 4 * sizes.image_dim, sizes.image_num_layers, sizes.image_num_heads)
-    vae = VAESizes(16 if kind == "i2v" else 48, sizes.vae_dim, sizes.vae_dim, residual=kind == "ti2v")
-    shapes = EncoderSizes(vae, text, image).tensor_shapes()
-    first, last = (f"{keys.IMAGE_PREFIX}transformer.{index}." for index in (0, image.num_layers - 1))
-    shapes |= {last + name.removeprefix(first): s for name, s in list(shapes.items()) if name.startswith(first)}
+    return EncoderSizes(
+        VAESizes(16 if kind == "i2v" else 48, sizes.vae_dim, sizes.vae_dim, residual=kind == "ti2v"), text, image
+    )
+
+
+def _stored_for_nobody(shapes: Mapping[str, tuple[int, ...]], sizes: EncoderSizes) -> dict[str, tuple[int, ...]]:
+    """A released checkpoint holds these and nobody reads them: the image tower's last layer, final norm and head."""
+    image = sizes.image
+    assert image is not None
+    first, last = (f"{IMAGE_PREFIX}transformer.{index}." for index in (0, image.num_layers - 1))
+    unread = {last + name.removeprefix(first): s for name, s in shapes.items() if name.startswith(first)}
     for name in ("post_norm.weight", "post_norm.bias"):
-        shapes[keys.IMAGE_PREFIX + name] = (image.dim,)
-    shapes[f"{keys.IMAGE_PREFIX}head"] = (image.dim, image.dim // 2)
-    return shapes
+        unread[IMAGE_PREFIX + name] = (image.dim,)
+    return unread | {f"{IMAGE_PREFIX}head": (image.dim, image.dim // 2)}
 
 
 def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
@@ -344,18 +339,22 @@ def _conf(sizes: RandomSizes) -> dict[str, Any]:
                         state_concat_order=states,
                         action_concat_order=actions,
                     ),
-                    {
-                        "_target_": "groot.vla.model.dreamzero.transform.dreamzero_cotrain.DreamTransform",
-                        "default_instruction": "Perform the default behavior.",
-                        "max_state_dim": sizes.max_state_dim,
-                        "max_action_dim": sizes.action_dim,
-                        "max_length": sizes.text_len,
-                        "state_horizon": 1,
-                        "action_horizon": sizes.action_horizon,
-                        "tokenizer_path": "google/umt5-xxl",
-                        "embodiment_tag_mapping": {"oxe_droid": 17, "agibot": 26, "yam": 32},
-                    },
+                    _model_transform(sizes),
                 ],
             )
         },
+    }
+
+
+def _model_transform(sizes: RandomSizes) -> dict[str, Any]:
+    return {
+        "_target_": "groot.vla.model.dreamzero.transform.dreamzero_cotrain.DreamTransform",
+        "default_instruction": "Perform the default behavior.",
+        "max_state_dim": sizes.max_state_dim,
+        "max_action_dim": sizes.action_dim,
+        "max_length": sizes.text_len,
+        "state_horizon": 1,
+        "action_horizon": sizes.action_horizon,
+        "tokenizer_path": "google/umt5-xxl",
+        "embodiment_tag_mapping": {"oxe_droid": 17, "agibot": 26, "yam": 32},
     }

@@ -1,16 +1,18 @@
-"""The causal Wan DiT with action and state tokens, over packed rows.
+"""The causal Wan DiT over packed rows.
 
-All rows of a forward lie one after the other in one [T, dim] tensor: [video | actions | state] per row, any number of
-frames each. Linear layers see T tokens; only attention knows rows, through its plan. Parameter names are the
-checkpoint's own. Knows no session, no guidance and no solver.
+All rows of a forward lie one after the other in one [T, dim] tensor: per row its video tokens, of any number of frames,
+then whatever tokens a family adds. Linear layers see T tokens; only attention knows rows, through its plan. Parameter
+names are the checkpoint's own. Knows no family, no session, no guidance and no solver.
 
 Letters: T packed tokens, H heads, D head_dim, U distinct timesteps, C channels, F frames, h x w latent pixels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,21 +21,42 @@ from torch import nn
 
 from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
-from worldkv.models.base import ForwardRow, RowOutput
-from worldkv.models.dreamzero.config import DiTConfig
+from worldkv.models.wan.config import WanConfig
 from worldkv.models.wan.rotary import Phases, Rotary, rotate
 
 
 @dataclass(frozen=True)
+class WanRow:
+    """What one row brings. A row that wants no velocity, as a clean pass, only fills the cache."""
+
+    latents: torch.Tensor  # [C, F, h, w]
+    condition: torch.Tensor | None  # [C', F, h, w], concatenated on channels where the model wants it
+    first_frame: int  # absolute frame index in the window
+    timestep: float
+    wants_velocity: bool
+
+
+@dataclass(frozen=True)
 class ForwardPlans:
-    """The attention plans of one forward: history and current tokens, text, image."""
+    """The attention plans of one forward: history and current tokens, text, and image where the model reads one."""
 
     history: AttentionPlan
     text: AttentionPlan
-    image: AttentionPlan
+    image: AttentionPlan | None = None
 
 
-RunBlocks = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Phases, ForwardPlans], torch.Tensor]
+@dataclass(frozen=True)
+class BlockInputs:
+    """What the blocks work on. `level_T` says which of the distinct timesteps a token has."""
+
+    x: torch.Tensor  # [T, dim]
+    modulation_U6: torch.Tensor  # [U, 6, dim]
+    level_T: torch.Tensor  # [T] int64
+    phases: Phases
+    plans: ForwardPlans
+
+
+RunBlocks = Callable[[BlockInputs], torch.Tensor]  # `x` after the last block
 
 
 class RMSNorm(nn.Module):
@@ -49,48 +72,8 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-class CategoryLinear(nn.Module):
-    """A linear layer stored per embodiment, [1, in, out]; DreamZero forces the embodiment to 0."""
-
-    def __init__(self, dim_in: int, dim_out: int) -> None:
-        super().__init__()
-        self.W = nn.Parameter(torch.empty(1, dim_in, dim_out))
-        self.b = nn.Parameter(torch.empty(1, dim_out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.W[0] + self.b[0]
-
-
-class CategoryMLP(nn.Module):
-    def __init__(self, dim_in: int, hidden: int, dim_out: int) -> None:
-        super().__init__()
-        self.layer1 = CategoryLinear(dim_in, hidden)
-        self.layer2 = CategoryLinear(hidden, dim_out)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.layer2(F.relu(self.layer1(x)))
-        return hidden
-
-
-class ActionEncoder(nn.Module):
-    """Actions and their noise level to tokens."""
-
-    def __init__(self, action_dim: int, dim: int) -> None:
-        super().__init__()
-        self.W1 = CategoryLinear(action_dim, dim)
-        self.W2 = CategoryLinear(2 * dim, dim)
-        self.W3 = CategoryLinear(dim, dim)
-
-    def forward(self, actions: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """[tokens, action_dim] and [tokens] -> [tokens, dim]."""
-        a = self.W1(actions)
-        tau = sinusoid(timesteps, a.shape[-1], torch.float32).roll(a.shape[-1] // 2, -1)  # [sin, cos] here
-        encoded: torch.Tensor = self.W3(F.silu(self.W2(torch.cat([a, tau.to(a.dtype)], dim=-1))))
-        return encoded
-
-
 class SelfAttention(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         dim = config.dim
         self.num_heads = config.num_heads
@@ -106,18 +89,23 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Text and image attention share the query; their outputs are summed."""
+    """Attention to text; where the model reads an image too, its attention shares the query and is added."""
 
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         dim = config.dim
         self.num_heads = config.num_heads
-        self.q, self.k, self.v, self.o, self.k_img, self.v_img = (nn.Linear(dim, dim) for _ in range(6))
-        self.norm_q, self.norm_k, self.norm_k_img = (RMSNorm(dim, config.eps) for _ in range(3))
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.norm_q, self.norm_k = (RMSNorm(dim, config.eps) for _ in range(2))
+        if config.image_tokens:
+            self.k_img, self.v_img = (nn.Linear(dim, dim) for _ in range(2))
+            self.norm_k_img = RMSNorm(dim, config.eps)
 
     def forward(self, x: torch.Tensor, plans: ForwardPlans, layer: int) -> torch.Tensor:
         q_THD = self.norm_q(self.q(x)).view(x.shape[0], self.num_heads, -1)
-        attended = plans.text.run(layer, q_THD) + plans.image.run(layer, q_THD)
+        attended = plans.text.run(layer, q_THD)
+        if plans.image is not None:
+            attended = attended + plans.image.run(layer, q_THD)
         out: torch.Tensor = self.o(attended.flatten(1))
         return out
 
@@ -133,7 +121,7 @@ class CrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         dim = config.dim
         self.eps = config.eps
@@ -145,19 +133,11 @@ class Block(nn.Module):
         )
         self.modulation = nn.Parameter(torch.empty(1, 6, dim))
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        modulation_U6: torch.Tensor,
-        level_T: torch.Tensor,
-        phases: Phases,
-        plans: ForwardPlans,
-        layer: int,
-    ) -> torch.Tensor:
-        """`modulation_U6` [U, 6, dim] of the distinct timesteps; `level_T` says which of them a token has."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + modulation_U6).unbind(1)
+    def forward(self, inputs: BlockInputs, layer: int) -> torch.Tensor:
+        x, level_T, plans = inputs.x, inputs.level_T, inputs.plans
+        shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + inputs.modulation_U6).unbind(1)
         y = layer_norm(x, self.eps) * (1 + scale1[level_T]) + shift1[level_T]
-        x = x + self.self_attn(y, phases, plans.history, layer) * gate1[level_T]
+        x = x + self.self_attn(y, inputs.phases, plans.history, layer) * gate1[level_T]
         x = x + self.cross_attn(self.norm3(x), plans, layer)
         y = layer_norm(x, self.eps) * (1 + scale2[level_T]) + shift2[level_T]
         updated: torch.Tensor = x + self.ffn(y) * gate2[level_T]
@@ -165,10 +145,10 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    def __init__(self, config: DiTConfig) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.eps = config.eps
-        self.head = nn.Linear(config.dim, config.out_dim * _patch_volume(config))
+        self.head = nn.Linear(config.dim, config.out_dim * math.prod(config.patch_size))
         self.modulation = nn.Parameter(torch.empty(1, 2, config.dim))
 
     def forward(self, x: torch.Tensor, embedding_U: torch.Tensor, level_T: torch.Tensor) -> torch.Tensor:
@@ -193,10 +173,52 @@ class ImageEmbedding(nn.Module):
         return projected
 
 
-class WanDiT(nn.Module):
-    """Build it on the meta device and fill it from a checkpoint."""
+class Layout:
+    """Where rows lie in the packed tensor: each row's video tokens, then its extra ones; and the distinct timesteps.
 
-    def __init__(self, config: DiTConfig) -> None:
+    `extras`: (number, timestep) of each row's extra tokens.
+    """
+
+    def __init__(
+        self, rows: Sequence[WanRow], patch_size: tuple[int, int, int], extras: Sequence[tuple[int, float]]
+    ) -> None:
+        self.videos: list[slice] = []  # of each row
+        self.extras: list[slice] = []
+        index: dict[float, int] = {}
+        levels, lengths, end = [], [], 0
+        for row, (num_extra, extra_timestep) in zip(rows, extras, strict=True):
+            num_video = row.latents[0].numel() // math.prod(patch_size)
+            for slices, length, timestep in (
+                (self.videos, num_video, row.timestep),
+                (self.extras, num_extra, extra_timestep),
+            ):
+                slices.append(slice(end, end + length))
+                end += length
+                if length:
+                    levels.append(index.setdefault(timestep, len(index)))
+                    lengths.append(length)
+        self.timesteps = list(index)
+        self.level_T = np.repeat(levels, lengths)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """The tokens after the last block, and what reading them out needs beside them."""
+
+    x: torch.Tensor  # [T, dim]
+    embedding_U: torch.Tensor  # [U, dim], of the distinct timesteps
+    level_T: torch.Tensor
+    layout: Layout
+
+
+class WanDiT(nn.Module):
+    """Build it on the meta device and fill it from a checkpoint.
+
+    Its rows are `WanRow`s, its output each row's video velocity (noise - clean) [C, F, h, w], None where the row wants
+    none. A family that adds tokens behind each row's video overrides the four methods at the end.
+    """
+
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         dim, wide = config.dim, config.in_dim
         self.config = config
@@ -206,10 +228,8 @@ class WanDiT(nn.Module):
         )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        self.img_emb = ImageEmbedding(config.image_dim, dim)
-        self.state_encoder = CategoryMLP(config.max_state_dim, config.hidden_size, dim)
-        self.action_encoder = ActionEncoder(config.action_dim, dim)
-        self.action_decoder = CategoryMLP(dim, config.hidden_size, config.action_dim)
+        if config.image_tokens:
+            self.img_emb = ImageEmbedding(config.image_dim, dim)
         self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
         self.head = Head(config)
         self._rotary: Rotary | None = None
@@ -235,48 +255,32 @@ class WanDiT(nn.Module):
         for block in self.blocks:
             yield block.cross_attn.project_image(context)  # type: ignore[operator, union-attr]
 
-    def forward(self, rows: Sequence[ForwardRow], plans: ForwardPlans) -> list[RowOutput]:
-        """Velocities of the rows. K/V of every layer are written through `plans.history` on the way."""
-        packed = _Packing(self.config, rows)
-        levels = upload(packed.timesteps, self.device)
+    def forward(self, rows: Sequence[Any], plans: ForwardPlans) -> list[Any]:
+        """An output per row. K/V of every layer are written through `plans.history` on the way."""
+        layout = Layout(rows, self.config.patch_size, [self._extra_level(row) for row in rows])
+        levels = upload(np.array(layout.timesteps, dtype=np.float64), self.device)
         embedding_U = self.time_embedding(sinusoid(levels, self.config.freq_dim).to(self.dtype))
         modulation_U6 = self.time_projection(embedding_U).unflatten(1, (6, -1))
-        level_T = upload(np.repeat(packed.levels, packed.segment_lengths), self.device)
-        x = self.run_blocks(self._embed(rows), modulation_U6, level_T, self._phases(rows), plans)
-        return self._read_out(rows, x, embedding_U, level_T, packed)
+        level_T = upload(layout.level_T, self.device)
+        x = self.run_blocks(BlockInputs(self._embed(rows), modulation_U6, level_T, self._phases(rows), plans))
+        return self._read_out(rows, Hidden(x, embedding_U, level_T, layout))
 
-    def _run_blocks(
-        self,
-        x: torch.Tensor,
-        modulation_U6: torch.Tensor,
-        level_T: torch.Tensor,
-        phases: Phases,
-        plans: ForwardPlans,
-    ) -> torch.Tensor:
+    def _run_blocks(self, inputs: BlockInputs) -> torch.Tensor:
         for layer, block in enumerate(self.blocks):
-            x = block(x, modulation_U6, level_T, phases, plans, layer)
-        return x
+            inputs = replace(inputs, x=block(inputs, layer))
+        return inputs.x
 
-    def _embed(self, rows: Sequence[ForwardRow]) -> torch.Tensor:
-        """Tokens [T, dim]: each part is embedded for all rows at once, then laid out row by row."""
+    def _embed(self, rows: Sequence[WanRow]) -> torch.Tensor:
+        """Tokens [T, dim]: each kind is embedded for all rows at once, then laid out row by row."""
         patches = [_patches(self._input(row), self.config.patch_size) for row in rows]
         embedded = F.linear(torch.cat(patches), self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
-        video = torch.split(embedded, [len(row_patches) for row_patches in patches])
-        drafts = [row for row in rows if row.actions is not None]
-        if not drafts:
+        extras = self._extra_tokens(rows)
+        if not any(extras):
             return embedded
-        actions = torch.cat([row.actions for row in drafts if row.actions is not None]).to(self.device, self.dtype)
-        states = torch.cat([row.state for row in drafts if row.state is not None]).to(self.device, self.dtype)
-        counts = [_draft_tokens(row) for row in drafts]
-        timesteps = upload(np.repeat([row.action_timestep for row in drafts], [n for n, _ in counts]), self.device)
-        action_tokens = iter(torch.split(self.action_encoder(actions, timesteps), [n for n, _ in counts]))
-        state_tokens = iter(torch.split(self.state_encoder(states), [n for _, n in counts]))
-        parts: list[torch.Tensor] = []
-        for row, row_video in zip(rows, video, strict=True):
-            parts += [row_video] if row.actions is None else [row_video, next(action_tokens), next(state_tokens)]
-        return torch.cat(parts)
+        videos = torch.split(embedded, [len(row_patches) for row_patches in patches])
+        return torch.cat([part for video, extra in zip(videos, extras, strict=True) for part in (video, *extra)])
 
-    def _input(self, row: ForwardRow) -> torch.Tensor:
+    def _input(self, row: WanRow) -> torch.Tensor:
         """[in_dim, F, h, w]"""
         latents = row.latents
         if self.config.concat_first_frame_latent:
@@ -284,84 +288,45 @@ class WanDiT(nn.Module):
             latents = torch.cat([latents, row.condition])
         return latents.to(self.device, self.dtype)
 
-    def _phases(self, rows: Sequence[ForwardRow]) -> Phases:
+    def _phases(self, rows: Sequence[WanRow]) -> Phases:
         if self._rotary is None:
             self._rotary = Rotary(self.config.head_dim, self.device)
-        _, patch_h, patch_w = self.config.patch_size
+        patch_t, patch_h, patch_w = self.config.patch_size
         phases = []
         for row in rows:
             _, num_frames, height, width = row.latents.shape
-            num_actions, num_states = _draft_tokens(row)
-            # a chunk's actions are numbered from the frame after the first one
-            chunk = max(row.first_frame - 1, 0) // num_frames
-            phases.append(
-                self._rotary.phases(
-                    row.first_frame, num_frames, height // patch_h, width // patch_w, num_actions, num_states, chunk
-                )
-            )
+            grid = (num_frames // patch_t, height // patch_h, width // patch_w)
+            phases.append(self._rotary.phases(row.first_frame, *grid, self._extra_positions(row)))
         return torch.cat([cos for cos, _ in phases]), torch.cat([sin for _, sin in phases])
 
-    def _read_out(
-        self,
-        rows: Sequence[ForwardRow],
-        x: torch.Tensor,
-        embedding_U: torch.Tensor,
-        level_T: torch.Tensor,
-        packed: _Packing,
-    ) -> list[RowOutput]:
-        drafts = [(row, start) for row, start in zip(rows, packed.row_starts, strict=True) if row.actions is not None]
-        if not drafts:
-            return [RowOutput(None, None)] * len(rows)
-        frame_tokens = self.config.frame_tokens
-        videos, actions = [], []
-        for row, start in drafts:
-            stop = start + frame_tokens * row.latents.shape[1]
-            videos.append(slice(start, stop))
-            actions.append(slice(stop, stop + _draft_tokens(row)[0]))
-        patches = self.head(
-            torch.cat([x[part] for part in videos]), embedding_U, torch.cat([level_T[part] for part in videos])
-        )
-        split_patches = iter(torch.split(patches, [part.stop - part.start for part in videos]))
-        velocities = self.action_decoder(torch.cat([x[part] for part in actions]))
-        split_actions = iter(torch.split(velocities, [part.stop - part.start for part in actions]))
+    def _video_velocities(self, rows: Sequence[WanRow], hidden: Hidden) -> list[torch.Tensor | None]:
+        wanted = [row.wants_velocity for row in rows]
+        parts = [part for part, wants in zip(hidden.layout.videos, wanted, strict=True) if wants]
+        if not parts:
+            return [None] * len(rows)
+        x, level_T = (torch.cat([packed[part] for part in parts]) for packed in (hidden.x, hidden.level_T))
+        patches = self.head(x, hidden.embedding_U, level_T)
+        split = iter(torch.split(patches, [part.stop - part.start for part in parts]))
         return [
-            RowOutput(None, None)
-            if row.actions is None
-            else RowOutput(_unpatch(next(split_patches), row.latents.shape[1:], self.config), next(split_actions))
-            for row in rows
+            _unpatch(next(split), row.latents.shape[1:], self.config) if row.wants_velocity else None for row in rows
         ]
 
+    # for families with tokens of their own
 
-class _Packing:
-    """Where rows lie in the packed tensor, and the distinct timesteps: a row has segments video, then the rest."""
+    def _extra_level(self, row: Any) -> tuple[int, float]:
+        """Number of the row's extra tokens, and their timestep."""
+        return 0, 0
 
-    def __init__(self, config: DiTConfig, rows: Sequence[ForwardRow]) -> None:
-        index: dict[int, int] = {}
-        self.levels: list[int] = []
-        self.segment_lengths: list[int] = []
-        self.row_starts: list[int] = []
-        start = 0
-        for row in rows:
-            num_video = config.frame_tokens * row.latents.shape[1]
-            self.row_starts.append(start)
-            for timestep, length in ((row.timestep, num_video), (row.action_timestep, sum(_draft_tokens(row)))):
-                if length:
-                    self.levels.append(index.setdefault(timestep, len(index)))
-                    self.segment_lengths.append(length)
-                    start += length
-        self.timesteps = list(index)
+    def _extra_positions(self, row: Any) -> tuple[tuple[int, int], ...]:
+        """Rotary positions of the row's extra tokens, group by group: (first position, count)."""
+        return ()
 
+    def _extra_tokens(self, rows: Sequence[Any]) -> list[tuple[torch.Tensor, ...]]:
+        """The rows' extra tokens, embedded: groups of [count, dim]."""
+        return [()] * len(rows)
 
-def _draft_tokens(row: ForwardRow) -> tuple[int, int]:
-    """Numbers of action and state tokens, which are never history."""
-    return (
-        0 if row.actions is None else row.actions.shape[0],
-        0 if row.state is None else row.state.shape[0],
-    )
-
-
-def num_draft_tokens(row: ForwardRow) -> int:
-    return sum(_draft_tokens(row))
+    def _read_out(self, rows: Sequence[Any], hidden: Hidden) -> list[Any]:
+        return self._video_velocities(rows, hidden)
 
 
 def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -377,11 +342,6 @@ def sinusoid(timesteps: torch.Tensor, dim: int, dtype: torch.dtype = torch.float
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def _patch_volume(config: DiTConfig) -> int:
-    t, h, w = config.patch_size
-    return t * h * w
-
-
 def _patches(x_CFhw: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
     """[C, F, h, w] -> [tokens, C * patch volume], tokens in order f, h, w; elements in the order of a Conv3d kernel."""
     c, f, h, w = x_CFhw.shape
@@ -390,7 +350,7 @@ def _patches(x_CFhw: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
     return grid.permute(1, 3, 5, 0, 2, 4, 6).reshape(-1, c * t * p * q)
 
 
-def _unpatch(patches: torch.Tensor, size: Sequence[int], config: DiTConfig) -> torch.Tensor:
+def _unpatch(patches: torch.Tensor, size: Sequence[int], config: WanConfig) -> torch.Tensor:
     """[tokens, patch volume * C] -> [C, F, h, w]; a patch's elements are ordered t, h, w, channel."""
     f, h, w = size
     t, p, q = config.patch_size

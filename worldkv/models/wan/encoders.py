@@ -1,9 +1,8 @@
 """The frozen encoders around the DiT: Wan's VAE, the UMT5 text encoder, the CLIP image tower.
 
-The networks are diffusers' and transformers'; what is here is what DreamZero feeds them and takes from them.
-The encoders hold weights only: the state of a video stream is an object that its caller keeps, so any number
-of sessions can share one encoder from any number of threads. They know nothing of windows, prompts' wording
-or camera tiling.
+The networks are diffusers' and transformers'; these classes say what a Wan model feeds them and takes from them. They
+hold weights only: the state of a video stream is an object that its caller keeps, so any number of sessions can share
+one encoder from any number of threads. They know nothing of windows, prompts' wording or camera tiling.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from worldkv.device import upload
-from worldkv.models.dreamzero.checkpoint import Checkpoint, check_complete, dit_tensor_shapes, load_module
-from worldkv.models.dreamzero.config import VAE_TEMPORAL_STRIDE
-from worldkv.models.dreamzero.folder import DIT_PREFIX
-from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, not_needed
+from worldkv.models.checkpoints.modules import TensorReader, load_module
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
+from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, Prefixes
 from worldkv.models.wan.sizes import (
     IMAGE_PIXELS,
     Built,
+    EncoderSizes,
     VAESizes,
     build_image_encoder,
     build_text_encoder,
     build_vae,
-    read_sizes,
 )
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -40,8 +38,8 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 class VAEStream:
     """How far one video has been encoded or decoded: the tail of every causal convolution's input.
 
-    A stream belongs to one direction and one video. Its tensors are replaced, never written to, so `copy` is
-    a snapshot that costs no tensor memory.
+    A stream belongs to one direction and one video. Its tensors are replaced, never written to, so `copy` is a snapshot
+    that costs no tensor memory.
     """
 
     num_latent_frames: int = 0
@@ -100,11 +98,10 @@ class WanVAE:
 
     @torch.no_grad()
     def decode_stream(self, state: VAEStream, latents: torch.Tensor) -> torch.Tensor:
-        """Decodes the next latent frames of a video: the very first gives 1 frame, each other 4; advances
-        `state`.
+        """Decodes the next latent frames of a video: the very first gives 1 frame, each other 4; advances `state`.
 
-        The pieces joined equal the decoded whole. Raises ValueError for other channels; on any error `state`
-        is as it was.
+        The pieces joined equal the decoded whole. Raises ValueError for other channels; on any error `state` is as it
+        was.
         """
         if latents.dim() != 5 or latents.shape[1] != self.sizes.z_dim or latents.shape[2] == 0:
             raise ValueError(f"latents must be [B, {self.sizes.z_dim}, F, h, w], got {list(latents.shape)}")
@@ -178,20 +175,20 @@ class ImageEncoder:
 class WanEncoders:
     vae: WanVAE
     text: TextEncoder
-    image: ImageEncoder
+    image: ImageEncoder | None = None  # None: the model reads no image
 
 
 def load_encoders(
-    checkpoint: Checkpoint,
+    checkpoint: TensorReader,
+    sizes: EncoderSizes,
+    prefixes: Prefixes,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
 ) -> WanEncoders:
-    """Builds the three encoders at the checkpoint's sizes and fills them; see `load_module` for dtype and
-    progress (which restarts for each encoder). Raises CheckpointError, also where diffusers or transformers is
-    missing."""
-    sizes = read_sizes(checkpoint)
+    """Builds the encoders of these sizes and fills them; see `load_module` for dtype and progress (which restarts for
+    each encoder). Raises CheckpointError, also where diffusers or transformers is missing."""
 
     def load(built: Built) -> nn.Module:
         module, names = built
@@ -199,32 +196,16 @@ def load_encoders(
         load_module(checkpoint, module, names, device=device, dtype=dtype, progress=progress)
         return module
 
-    vae = WanVAE(load(build_vae(sizes.vae)), sizes.vae)
-    text = TextEncoder(load(build_text_encoder(sizes.text)), sizes.text.vocab_size)
-    image = ImageEncoder(load(build_image_encoder(sizes.image)))
-    return WanEncoders(vae, text, image)
-
-
-def check_all_tensors(checkpoint: Checkpoint) -> None:
-    """Checks names and shapes of the whole checkpoint, DiT and encoders together, without reading a tensor.
-    Raises one CheckpointError that lists what is missing, unexpected or of another shape."""
-    sizes = read_sizes(checkpoint)
-    dit = {DIT_PREFIX + name: shape for name, shape in dit_tensor_shapes(checkpoint.config.dit).items()}
-    check_complete(checkpoint, dit | sizes.tensor_shapes(), not_needed(sizes.image.num_layers))
-
-
-def frames_to_video(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """uint8 frames [T, H, W, 3] to a float32 video [1, 3, T, H, W] in [-1, 1]: x / 255, then (x - 0.5) /
-    0.5."""
-    pixels = torch.as_tensor(frames)
-    if pixels.dtype != torch.uint8 or pixels.dim() != 4 or pixels.shape[3] != 3:
-        raise ValueError(f"frames must be uint8 [T, H, W, 3], got {pixels.dtype} {list(pixels.shape)}")
-    return ((pixels.permute(3, 0, 1, 2)[None].float() / 255) - 0.5) / 0.5
+    vae = WanVAE(load(build_vae(sizes.vae, prefixes.vae)), sizes.vae)
+    text = TextEncoder(load(build_text_encoder(sizes.text, prefixes.text)), sizes.text.vocab_size)
+    if sizes.image is None:
+        return WanEncoders(vae, text)
+    assert prefixes.image is not None, "an image encoder has a place in the checkpoint"
+    return WanEncoders(vae, text, ImageEncoder(load(build_image_encoder(sizes.image, prefixes.image))))
 
 
 def place_position_ids(module: nn.Module, device: torch.device | str) -> None:
-    """Buffers that a checkpoint does not hold stay behind on the meta device; the image tower's are 0, 1, 2,
-    ..."""
+    """Buffers that a checkpoint does not hold stay behind on the meta device; the image tower's are 0, 1, 2, ..."""
     for name, buffer in list(module.named_buffers()):
         path, _, leaf = name.rpartition(".")
         if leaf == "position_ids":
@@ -237,8 +218,7 @@ def _num_convolutions(part: nn.Module) -> int:
 
 
 def _fold_pixels(video: torch.Tensor, patch: int) -> torch.Tensor:
-    """[B, 3, T, H, W] -> [B, 3 patch^2, T, H / patch, W / patch]; a channel's pixels ordered by column, then
-    row."""
+    """[B, 3, T, H, W] -> [B, 3 patch^2, T, H / patch, W / patch]; a channel's pixels ordered by column, then row."""
     if patch == 1:
         return video
     B, C, T, H, W = video.shape

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from worldkv.models.wan.dit import Block, ForwardPlans, WanDiT
+from worldkv.models.wan.dit import Block, BlockInputs, ForwardPlans, WanDiT
 from worldkv.models.wan.kernels import NormTable, Quantised, norm_rotate_write, quantise_rows, residual_norm, rms_norm
 from worldkv.models.wan.rotary import Phases
 
@@ -78,25 +78,19 @@ class FusedBlocks:
     """`dit.run_blocks` replaced: `FusedBlocks(dit).install()`. With "fp8" the products' own weights are given up."""
 
     def __init__(self, dit: WanDiT, precision: Precision = "model") -> None:
-        self._dit = dit
+        self.dit = dit
         self._eps = dit.config.eps
         self._quantise = precision == "fp8"
         self._modulation = torch.stack([block.modulation[0] for block in dit.blocks]).detach()  # type: ignore[index]
         self._layers = [self._fuse(block) for block in dit.blocks]  # type: ignore[arg-type]
 
     def install(self) -> None:
-        self._dit.run_blocks = self
+        self.dit.run_blocks = self
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        modulation_U6: torch.Tensor,
-        level_T: torch.Tensor,
-        phases: Phases,
-        plans: ForwardPlans,
-    ) -> torch.Tensor:
-        """`x` [T, D] is overwritten and returned."""
-        tables = self._modulation[:, None] + modulation_U6  # [layers, U, 6, D]: shift, scale, gate, twice
+    def __call__(self, inputs: BlockInputs) -> torch.Tensor:
+        """`inputs.x` is overwritten and returned."""
+        x, level_T, phases, plans = inputs.x, inputs.level_T, inputs.phases, inputs.plans
+        tables = self._modulation[:, None] + inputs.modulation_U6  # [layers, U, 6, dim]: shift, scale, gate, twice
         eps, quantise = self._eps, self._quantise
         y = residual_norm(x, level_T, eps, table=_table(tables[0], 0), quantise=quantise)
         for index, layer in enumerate(self._layers):
@@ -110,8 +104,10 @@ class FusedBlocks:
                 table=layer.norm3,
                 quantise=quantise,
             )
-            q = rms_norm(layer.cross_q(y), layer.cross_norm_q, eps).view(len(x), self._dit.config.num_heads, -1)
-            attended = plans.text.run(index, q).add_(plans.image.run(index, q))
+            q = rms_norm(layer.cross_q(y), layer.cross_norm_q, eps).view(len(x), self.dit.config.num_heads, -1)
+            attended = plans.text.run(index, q)
+            if plans.image is not None:
+                attended = attended.add_(plans.image.run(index, q))
             delta = layer.cross_out(self._operand(attended.flatten(1)))
             y = residual_norm(x, level_T, eps, delta_TD=delta, table=_table(tables[index], 3), quantise=quantise)
             delta = self._feed_forward(layer, y)
@@ -130,9 +126,8 @@ class FusedBlocks:
     def _self_attention(self, layer: _Layer, index: int, y: Any, phases: Phases, plans: ForwardPlans) -> torch.Tensor:
         plan = plans.history
         assert plan.write_slots is not None
-        k_slots, v_slots = plan.storage.slots(index)
         q = norm_rotate_write(
-            layer.qkv(y), layer.norm_q, layer.norm_k, *phases, k_slots, v_slots, plan.write_slots, self._eps
+            layer.qkv(y), layer.norm_q, layer.norm_k, *phases, plan.storage, index, plan.write_slots, self._eps
         )
         delta: torch.Tensor = layer.out(self._operand(plan.run(index, q).flatten(1)))
         return delta

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from worldkv.kv.storage import KVStorage
+
 _TRITON: Any = None
 
 
@@ -76,22 +78,23 @@ def norm_rotate_write(
     weight_k_D: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    k_slots: torch.Tensor,
-    v_slots: torch.Tensor,
+    storage: KVStorage,
+    layer: int,
     write_slots: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
     """q [T, H, head_dim], normed over the full width and rotated; k likewise and v go to their slots of the cache.
 
-    `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `k_slots`: [slots, H, head_dim].
+    `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `write_slots`: int64 [T].
     """
     if qkv_T3D.is_cuda:
+        k_slots, v_slots = storage.slots(layer)
         out: torch.Tensor = _triton().norm_rotate_write(
             qkv_T3D, weight_q_D, weight_k_D, cos, sin, k_slots, v_slots, write_slots, eps
         )
         return out
     q, k, v = qkv_T3D.chunk(3, dim=-1)
-    heads = (q.shape[0], *k_slots.shape[1:])
+    heads = (q.shape[0], *storage.k[layer].shape[2:])
 
     def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -99,8 +102,7 @@ def norm_rotate_write(
         even, odd = wide.view(*heads[:2], -1, 2).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
-    k_slots[write_slots] = rotated(k, weight_k_D).to(k_slots.dtype)
-    v_slots[write_slots] = v.reshape(heads).to(v_slots.dtype)
+    storage.write(layer, write_slots, rotated(k, weight_k_D), v.reshape(heads))
     return rotated(q, weight_q_D).to(qkv_T3D.dtype)
 
 

@@ -196,3 +196,9 @@ def _launch(width: int) -> dict[str, int]:
     """A row in one program: 8 elements or so for each of its threads' loads in flight."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 16)}
+
+
+def num_compiled() -> int:
+    """Kernels compiled so far, one for each set of constants and dtypes."""
+    kernels = (_residual_norm, _rms_norm, _norm_rotate_write, _quantise_rows)
+    return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -1,28 +1,32 @@
-"""The checkpoint's names of the encoders' tensors beside those of diffusers' and transformers' modules, as
-data.
+"""The checkpoint's names of the encoders' tensors beside those of diffusers' and transformers' modules, as data.
 
-A rule pairs a name in the library's module with the checkpoint's; {i} is any number, {p} weight, bias or
-gamma. Each module name has exactly one source, and only the two halves of a tied embedding share one, so
-rules read both ways. Knows no sizes. Names are given without the prefixes below, which is where the
-checkpoint keeps each encoder.
+A rule pairs a name in the library's module with the checkpoint's; {i} is any number, {p} weight, bias or gamma. Each
+module name has exactly one source, and only the two names of a tied embedding share one, so rules read both ways. Rules
+leave out the prefix under which a family's checkpoints keep each part. Knows no sizes and no family.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from worldkv.models.dreamzero.checkpoint import TensorSource
+from worldkv.models.checkpoints.modules import TensorSource
 
-VAE_PREFIX = "action_head.vae.model."
-TEXT_PREFIX = "action_head.text_encoder."
-IMAGE_PREFIX = "action_head.image_encoder.model.visual."
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Where a family's checkpoints keep the parts of a Wan model: the beginnings of their tensors' names."""
+
+    dit: str
+    vae: str
+    text: str
+    image: str | None = None  # None: the family has no image encoder
 
 
 class Rule(NamedTuple):
-    """`part` of `parts` rows of the checkpoint's tensor, less `squeeze` leading dimensions: see
-    TensorSource."""
+    """`part` of `parts` rows of the checkpoint's tensor, less `squeeze` leading dimensions: see TensorSource."""
 
     module: str
     checkpoint: str
@@ -130,8 +134,10 @@ _FIELDS = {"i": r"(?P<i>\d+)", "j": r"(?P<j>\d+)", "p": r"(?P<p>weight|bias|gamm
 
 
 def sources(names: Iterable[str], rules: Iterable[Rule], prefix: str) -> dict[str, TensorSource]:
-    """For each tensor name of a library's module, where the checkpoint keeps it. A name that no rule, or more
-    than one, covers means a library version that this table does not know."""
+    """For each tensor name of a library's module, where the checkpoint keeps it.
+
+    Raises NotImplementedError for a name that no rule, or more than one, covers: of an unknown version of the library.
+    """
     compiled = [(re.compile(_pattern(rule.module)), rule) for rule in rules]
     found = {}
     for name in names:
@@ -147,19 +153,6 @@ def sources(names: Iterable[str], rules: Iterable[Rule], prefix: str) -> dict[st
 
 def _pattern(template: str) -> str:
     return "".join(_FIELDS.get(piece, re.escape(piece)) for piece in re.split(r"\{(\w)\}", template))
-
-
-def not_needed(num_image_layers: int) -> tuple[str, ...]:
-    """Globs of full checkpoint names that a released checkpoint may hold and inference never reads: the image
-    tower's last layer, final norm, projection and text half, and a vision-language backbone."""
-    return (
-        f"{IMAGE_PREFIX}transformer.{num_image_layers - 1}.*",
-        f"{IMAGE_PREFIX}post_norm.*",
-        f"{IMAGE_PREFIX}head",
-        "action_head.image_encoder.model.log_scale",
-        "action_head.image_encoder.model.textual.*",
-        "backbone.*",
-    )
 
 
 # Wan's latent statistics per number of latent channels: latents = (mu - mean) / std

@@ -1,4 +1,4 @@
-"""Rotary phases of video, action and state tokens, computed for the positions asked for.
+"""Rotary phases of video tokens and of tokens on one axis, computed for the positions asked for.
 
 There is no table and so no end: frame 5000 is as good as frame 5. Angles are computed in float64 and rounded once.
 Source: RoFormer (Su et al., 2021) over three axes as in Wan; pairs are adjacent elements.
@@ -44,19 +44,18 @@ class Rotary:
     def __init__(self, head_dim: int, device: torch.device | str) -> None:
         self._head_dim = head_dim
         self._device = torch.device(device)
-        self._rows: OrderedDict[tuple[int, ...], Phases] = OrderedDict()
+        self._rows: OrderedDict[tuple[object, ...], Phases] = OrderedDict()
 
     def phases(
-        self, first_frame: int, num_frames: int, height: int, width: int, num_actions: int, num_states: int, chunk: int
+        self, first_frame: int, num_frames: int, height: int, width: int, groups: tuple[tuple[int, int], ...] = ()
     ) -> Phases:
-        """Video tokens at absolute frames, then action and state tokens of chunk number `chunk` (both may be 0)."""
-        key = (first_frame, num_frames, height, width, num_actions, num_states, chunk)
+        """Video tokens at absolute frames, then groups of tokens on one axis: (first position, count) of each."""
+        key = (first_frame, num_frames, height, width, groups)
         if key in self._rows:
             self._rows.move_to_end(key)
             return self._rows[key]
         angles = [video_angles(first_frame, num_frames, height, width, self._head_dim)]
-        for count in (num_actions, num_states):
-            angles.append(_angles(torch.arange(chunk * count, (chunk + 1) * count), self._head_dim))
+        angles += [_angles(torch.arange(start, start + count), self._head_dim) for start, count in groups]
         phase = torch.cat(angles)[:, None]
         self._rows[key] = (
             phase.cos().to(self._device, torch.float32),

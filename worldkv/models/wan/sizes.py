@@ -1,8 +1,7 @@
 """Sizes of a checkpoint's VAE, text encoder and image encoder, and the library modules of those sizes.
 
-A released config.json states none of these sizes: they are read off the tensors' shapes, except the head
-counts, which no shape shows. Modules are built on torch's meta device: they cost no memory and hold no
-weights.
+A released config.json states none of these sizes: they are read off the tensors' shapes, except the image encoder's
+head count, which no shape shows. Modules are built on torch's meta device: they cost no memory and hold no weights.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import nn
 
 from worldkv.errors import CheckpointError
-from worldkv.models.dreamzero.checkpoint import Checkpoint, TensorSource
+from worldkv.models.checkpoints.modules import TensorReader, TensorSource, tensor_shapes
 from worldkv.models.wan import names as keys
+from worldkv.models.wan.names import Prefixes
 
 IMAGE_PIXELS, IMAGE_PATCH = 224, 14  # of the CLIP tower: 16 x 16 patches and a class token are 257 tokens
 _LEVEL_WIDTHS = [1, 2, 4, 4]  # the VAE's width per level in units of its base width, both kinds
@@ -65,72 +65,71 @@ class ImageSizes:
     num_heads: int
 
 
+Built = tuple[nn.Module, dict[str, TensorSource]]  # a module on the meta device, and where its tensors come from
+
+
 @dataclass(frozen=True)
 class EncoderSizes:
     vae: VAESizes
     text: TextSizes
-    image: ImageSizes
+    image: ImageSizes | None = None  # None: the model has no image encoder
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full checkpoint name -> shape of every tensor the three encoders need."""
+    def tensor_shapes(self, prefixes: Prefixes) -> dict[str, tuple[int, ...]]:
+        """Full checkpoint name -> shape of every tensor that the encoders need."""
+        built = [build_vae(self.vae, prefixes.vae), build_text_encoder(self.text, prefixes.text)]
+        if self.image is not None:
+            assert prefixes.image is not None, "an image encoder has a place in the checkpoint"
+            built.append(build_image_encoder(self.image, prefixes.image))
         shapes: dict[str, tuple[int, ...]] = {}
-        for module, names in (
-            build_vae(self.vae),
-            build_text_encoder(self.text),
-            build_image_encoder(self.image),
-        ):
-            state = module.state_dict()
-            shapes |= {source.key: source.stored_shape(tuple(state[name].shape)) for name, source in names.items()}
+        for module, names in built:
+            own = tensor_shapes(module)
+            shapes |= {source.key: source.stored_shape(own[name]) for name, source in names.items()}
         return shapes
 
 
-Built = tuple[nn.Module, dict[str, TensorSource]]  # a module on the meta device, and where its tensors come from
+def read_sizes(checkpoint: TensorReader, prefixes: Prefixes, image_num_heads: int = 16) -> EncoderSizes:
+    """Of the encoders that `prefixes` names. `image_num_heads`: no tensor shows them.
 
-
-def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
-    """Raises CheckpointError that lists the tensors which should show a size and are missing or have odd
-    shapes."""
+    Raises CheckpointError that lists the tensors which should show a size and are missing or have odd shapes.
+    """
     probe = _Probe(checkpoint.shapes)
     vae = VAESizes(
-        z_dim=probe.size(f"{keys.VAE_PREFIX}conv2.weight", 0),
-        base_dim=probe.size(f"{keys.VAE_PREFIX}encoder.conv1.weight", 0),
-        decoder_base_dim=probe.size(f"{keys.VAE_PREFIX}decoder.head.0.gamma", 0),
-        residual=any(name.startswith(f"{keys.VAE_PREFIX}decoder.upsamples.0.upsamples.") for name in checkpoint.shapes),
+        z_dim=probe.size(f"{prefixes.vae}conv2.weight", 0),
+        base_dim=probe.size(f"{prefixes.vae}encoder.conv1.weight", 0),
+        decoder_base_dim=probe.size(f"{prefixes.vae}decoder.head.0.gamma", 0),
+        residual=any(name.startswith(f"{prefixes.vae}decoder.upsamples.0.upsamples.") for name in checkpoint.shapes),
     )
     text = TextSizes(
-        vocab_size=probe.size(f"{keys.TEXT_PREFIX}token_embedding.weight", 0),
-        dim=probe.size(f"{keys.TEXT_PREFIX}token_embedding.weight", 1),
-        attention_dim=probe.size(f"{keys.TEXT_PREFIX}blocks.0.attn.q.weight", 0),
-        ffn_dim=probe.size(f"{keys.TEXT_PREFIX}blocks.0.ffn.fc1.weight", 0),
-        num_layers=probe.count(f"{keys.TEXT_PREFIX}blocks."),
-        num_heads=checkpoint.config.text_num_heads,
-        num_buckets=probe.size(f"{keys.TEXT_PREFIX}blocks.0.pos_embedding.embedding.weight", 0),
+        vocab_size=probe.size(f"{prefixes.text}token_embedding.weight", 0),
+        dim=probe.size(f"{prefixes.text}token_embedding.weight", 1),
+        attention_dim=probe.size(f"{prefixes.text}blocks.0.attn.q.weight", 0),
+        ffn_dim=probe.size(f"{prefixes.text}blocks.0.ffn.fc1.weight", 0),
+        num_layers=probe.count(f"{prefixes.text}blocks."),
+        num_heads=probe.size(f"{prefixes.text}blocks.0.pos_embedding.embedding.weight", 1),
+        num_buckets=probe.size(f"{prefixes.text}blocks.0.pos_embedding.embedding.weight", 0),
     )
-    image = ImageSizes(
-        dim=probe.size(f"{keys.IMAGE_PREFIX}cls_embedding", 2),
-        ffn_dim=probe.size(f"{keys.IMAGE_PREFIX}transformer.0.mlp.0.weight", 0),
-        num_layers=probe.count(f"{keys.IMAGE_PREFIX}transformer."),
-        num_heads=checkpoint.config.image_num_heads,
-    )
+    image = None
+    if prefixes.image is not None:
+        image = ImageSizes(
+            dim=probe.size(f"{prefixes.image}cls_embedding", 2),
+            ffn_dim=probe.size(f"{prefixes.image}transformer.0.mlp.0.weight", 0),
+            num_layers=probe.count(f"{prefixes.image}transformer."),
+            num_heads=image_num_heads,
+        )
     if probe.problems:
         raise CheckpointError("\n  ".join([f"{checkpoint.folder}: encoders cannot be sized:", *probe.problems]))
-    heads = probe.size(f"{keys.TEXT_PREFIX}blocks.0.pos_embedding.embedding.weight", 1)
-    for what, width, num_heads, shown in (
-        ("text", text.attention_dim, text.num_heads, heads),
-        ("image", image.dim, image.num_heads, image.num_heads),
+    for what, width, num_heads in (
+        ("text", text.attention_dim, text.num_heads),
+        *((("image", image.dim, image.num_heads),) if image is not None else ()),
     ):
-        if num_heads != shown or width % num_heads:
-            raise CheckpointError(
-                f"config.json: {what}_encoder_cfg.num_heads {num_heads} contradicts the tensors: "
-                f"width {width}"
-                + (f", position bias for {shown} heads" if shown != num_heads else " is not a multiple of it")
-            )
+        if width % num_heads:
+            raise CheckpointError(f"the {what} encoder's width {width} is not a multiple of its {num_heads} heads")
     if vae.z_dim not in keys.LATENT_MEAN:
         raise CheckpointError(f"the VAE has {vae.z_dim} latent channels; known are {sorted(keys.LATENT_MEAN)}")
     return EncoderSizes(vae, text, image)
 
 
-def build_vae(sizes: VAESizes) -> Built:
+def build_vae(sizes: VAESizes, prefix: str = "") -> Built:
     """diffusers' AutoencoderKLWan of the 2.1 or the 2.2 kind."""
     wan = library("diffusers.models.autoencoders.autoencoder_kl_wan")
     channels = 3 * sizes.pixel_patch**2
@@ -148,10 +147,10 @@ def build_vae(sizes: VAESizes) -> Built:
             patch_size=sizes.pixel_patch if sizes.residual else None,
             scale_factor_spatial=sizes.pixel_stride,
         )
-    return module, keys.sources(module.state_dict(), sizes.rules, keys.VAE_PREFIX)
+    return module, keys.sources(module.state_dict(), sizes.rules, prefix)
 
 
-def build_text_encoder(sizes: TextSizes) -> Built:
+def build_text_encoder(sizes: TextSizes, prefix: str = "") -> Built:
     """transformers' UMT5EncoderModel."""
     transformers = library("transformers")
     config = transformers.UMT5Config(
@@ -168,10 +167,10 @@ def build_text_encoder(sizes: TextSizes) -> Built:
     )
     with torch.device("meta"):
         module = transformers.UMT5EncoderModel(config)
-    return module, keys.sources(module.state_dict(), keys.TEXT_RULES, keys.TEXT_PREFIX)
+    return module, keys.sources(module.state_dict(), keys.TEXT_RULES, prefix)
 
 
-def build_image_encoder(sizes: ImageSizes) -> Built:
+def build_image_encoder(sizes: ImageSizes, prefix: str = "") -> Built:
     """transformers' CLIPVisionModel less the last layer and the final norm, neither of which is ever run."""
     transformers = library("transformers")
     config = transformers.CLIPVisionConfig(
@@ -189,12 +188,11 @@ def build_image_encoder(sizes: ImageSizes) -> Built:
         module = transformers.CLIPVisionModel(config)
     tower = getattr(module, "vision_model", module)
     tower.post_layernorm = nn.Identity()
-    return module, keys.sources(module.state_dict(), keys.IMAGE_RULES, keys.IMAGE_PREFIX)
+    return module, keys.sources(module.state_dict(), keys.IMAGE_RULES, prefix)
 
 
 def library(name: str) -> ModuleType:
-    """Imports a module of diffusers or transformers; their import-time warnings are not the user's
-    business."""
+    """Imports a module of diffusers or transformers; their import-time warnings are not the user's business."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """Prompt text to token ids, cleaned as the reference cleans it.
 
-The checkpoint's own tokenizer where its folder carries one, read from the folder only. Otherwise a byte-level
-stand-in that keeps a model runnable, whose ids mean nothing to a trained text encoder; it says so once.
-Knows no prompt templates: the policy words the prompt.
+A checkpoint's own tokenizer where its folder carries one, read from the folder only. Otherwise a byte-level stand-in
+that keeps a model runnable: its ids mean nothing to a trained text encoder, and it says so once. Knows no prompt
+templates: whoever asks words the prompt.
 """
 
 from __future__ import annotations
@@ -21,30 +21,24 @@ import numpy as np
 
 from worldkv.errors import CheckpointError
 
-_FOLDERS = (
-    "",
-    "tokenizer",
-    "google/umt5-xxl",
-)  # where, inside a checkpoint folder, tokenizers are looked for
+_FOLDERS = ("", "tokenizer", "google/umt5-xxl")  # where, inside a checkpoint folder, tokenizers are looked for
 _FILES = ("tokenizer.json", "spiece.model")
 _PAD, _END, _FIRST_BYTE = 0, 1, 3  # ids of the byte-level tokenizer; 2 is unused, as in ByT5
 _DIGEST_BYTES = 8
 
 
 class Tokenizer(Protocol):
-    """What the policy needs of a tokenizer."""
+    """Prompts to token ids. `is_models_own`: False for a stand-in."""
 
     text_len: int
     is_models_own: bool
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Cleans `text`; returns (token_ids, attention_mask), both int64 [1, text_len], padded or cut to
-        length."""
+        """Cleans `text`; returns (token_ids, attention_mask), both int64 [1, text_len], padded or cut to length."""
 
 
 def clean_prompt(text: str) -> str:
-    """Mojibake repaired, HTML entities resolved twice over, runs of white space made one blank, ends
-    stripped."""
+    """Mojibake repaired, HTML entities resolved twice over, runs of white space made one blank, ends stripped."""
     try:
         ftfy = importlib.import_module("ftfy")
     except ImportError as error:
@@ -62,9 +56,11 @@ def find_tokenizer(folder: str | Path) -> Path | None:
 def load_tokenizer(
     folder: str | Path, text_len: int, vocab_size: int, warn: Callable[[str], None] = warnings.warn
 ) -> Tokenizer:
-    """The tokenizer in `folder`, its tokenizer/ or its google/umt5-xxl/; else the byte-level one, after one
-    call of `warn`. vocab_size: of the text encoder. Raises CheckpointError if a tokenizer is there and cannot
-    be used."""
+    """The tokenizer in `folder`, its tokenizer/ or its google/umt5-xxl/; else the byte-level one.
+
+    `warn` is called once where the folder has none. `vocab_size`: of the text encoder. Raises CheckpointError if a
+    tokenizer is there and cannot be used.
+    """
     found = find_tokenizer(folder)
     if found is not None:
         return HFTokenizer(found, text_len, vocab_size)
@@ -109,8 +105,11 @@ class HFTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 3 to 258, then an end id. Of a text that is too long it keeps the beginning and
-    eight bytes of a digest of the whole, so that different prompts never look the same."""
+    """UTF-8 bytes as ids 3 to 258, then an end id.
+
+    Of a text that is too long it keeps the beginning and eight bytes of a digest of the whole, so that different
+    prompts never look the same.
+    """
 
     is_models_own = False
 

@@ -64,19 +64,20 @@ class SessionHistory:
         self.events.append(Event(time.time(), text))
 
     def ticked(self, reply: PolicyReply, observation: Observation | None) -> TickRow:
-        result = reply.result
+        facts = reply.facts
+        reason, frames = facts["restart_reason"], facts["frames_cached"]
         row = TickRow(
             self.num_ticks,
             time.time(),
             dict(reply.timings),
-            result.restart_reason,
-            result.frames_cached,
+            None if reason is None else str(reason),
+            int(frames or 0),
             observation is None,
         )
         self.num_ticks += 1
         self.ticks.append(row)
-        if result.restart_reason is not None:
-            self.happened(f"tick {row.number}: the window restarted ({result.restart_reason})")
+        if reason is not None:
+            self.happened(f"tick {row.number}: the window restarted ({reason})")
         for warning in reply.warnings:
             self.happened(f"tick {row.number}: {warning}")
         if self.num_viewers:

@@ -29,19 +29,19 @@ FREE, CONDITIONING, SNAPSHOT, OTHERS, FIRST_SESSION = range(5)  # what the map's
 def hello(service: PolicyService) -> dict[str, Any]:
     """What does not change while the server runs."""
     engine, robot = service.policy.engine, service.policy.embodiment
-    storage, config = engine.cache.storage, engine.model.config
+    card, cache = engine.card, engine.cache_card
     return {
         "type": "hello",
         "version": __version__,
-        "model": f"{config.dit.model_type}, {config.dit.num_layers} layers, width {config.dit.dim}",
-        "device": str(storage.device),
-        "dtype": str(storage.dtype).removeprefix("torch."),
-        "attention": engine.cache.backend.name,
-        "branches": list(engine.cache.spec.branches),
-        "window_frames": config.window_frames,
-        "block_size": storage.block_size,
+        "model": card.sizes,
+        "device": cache.device,
+        "dtype": cache.dtype,
+        "attention": cache.attention,
+        "branches": list(cache.branches),
+        "window_frames": card.window_chunks,
+        "block_size": cache.block_size,
         "random_weights": service.policy.random_weights,
-        "weight_bytes": engine.model.num_weight_bytes,
+        "weight_bytes": card.num_weight_bytes,
         "records": service.policy.recorder is not None,
         "keys": service.config.api_key is not None,
         "robot": {
@@ -152,7 +152,7 @@ def _session(service: PolicyService, entry: Entry) -> dict[str, Any]:
 
 
 def _snapshot(held: HeldSnapshot) -> dict[str, Any]:
-    frames = held.policy_snapshot.engine_snapshot.num_chunks
+    frames = held.snapshot.num_chunks
     return {"id": held.snapshot_id, "session": held.session_id, "frames": frames}
 
 

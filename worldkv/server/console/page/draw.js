@@ -1,7 +1,10 @@
 // Everything that is drawn. Canvases are sized to the screen's own pixels.
 
-export const STAGES = ["preprocess", "queue", "encode", "commit", "denoise"];
-const STAGE_COLOURS = { preprocess: "#9aa6b2", queue: "#c9a227", encode: "#79aede", commit: "#2f9e75", denoise: "#2563a8" };
+export const STAGES = ["read", "queue", "preprocess", "encode", "commit", "denoise", "postprocess"];
+const STAGE_COLOURS = {
+  read: "#d3d9df", queue: "#c9a227", preprocess: "#9aa6b2", encode: "#79aede", commit: "#2f9e75", denoise: "#2563a8",
+  postprocess: "#e8833a",
+};
 export const stageColour = (stage) => STAGE_COLOURS[stage];
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worldkv.broker import ActionBroker, frame_offsets
-from worldkv.errors import BadRequest, ConnectionLost
+from worldkv_client.broker import ActionBroker, frame_offsets
+from worldkv_client.errors import BadRequest, ConnectionLost
 
 HORIZON = 24
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.cli.clip import record_of
 from worldkv.robots.embodiment import Embodiment
-from worldkv.robots.policy import PolicySession
-from worldkv.robots.recording import RecordedTick, Recording
 from worldkv.robots.tiling import tile_views
+from worldkv.show.clip import record_of
 from worldkv.show.episode import Episode, EpisodeTick
 from worldkv.show.live_table import LiveTable
 from worldkv.show.pictures import VIDEO_HZ, resized
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import PolicySession
+    from worldkv.robots.recording import RecordedTick, Recording
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Many sessions in shared forwards against the same sessions one after the other, in one run.
 
-    python benchmarks/sessions.py [--sessions 1 2 4 8 16] [--ticks 5] [--checkpoint DIR]
+    python -m worldkv.bench.sessions [--sessions 1 2 4 8 16] [--ticks 5] [--checkpoint DIR]
 
 Prints a table, and one line of JSON last. Ratios are of throughputs measured in this run; absolute times say little
 about another machine. The default checkpoint is tiny and random: what is measured is the engine, not a model.
@@ -13,25 +13,26 @@ import json
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from worldkv.engine.engine import Engine, EngineConfig
+from worldkv.engine.engine import Engine, EngineConfig, TickReply
 from worldkv.load import load_engine
 from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.inputs import TickInputs
+from worldkv.models.dreamzero.inputs import TickInputs, TickResult
+from worldkv.models.dreamzero.model import State
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.robots.experiment_cfg import read_embodiment
 
+RolloutEngine = Engine[TickInputs, State, TickResult]
 _TICKS_PER_WINDOW = 4  # so that every session restarts as often in both ways of running
 
 
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps({"benchmark": "sessions", "device": "cpu", **about, "machine": platform.machine(), "rows": rows}))
 
 
-def measure(engine: Engine, inputs: list[TickInputs], num_ticks: int, *, together: bool) -> dict[str, float]:
+def measure(engine: RolloutEngine, inputs: list[TickInputs], num_ticks: int, *, together: bool) -> dict[str, float]:
     """Throughput and latency of `num_ticks` ticks of each session, all in flight at once or one after the other."""
     sessions = [engine.open_session() for _ in inputs]
     latencies: list[float] = []
@@ -84,12 +85,12 @@ def measure(engine: Engine, inputs: list[TickInputs], num_ticks: int, *, togethe
     before = engine.stats().rows_per_forward
     started = time.perf_counter()
     for _ in range(num_ticks):
-        pending: list[Any] = []
+        pending: list[Future[TickReply[TickResult]]] = []
         for session, tick in zip(sessions, inputs, strict=True):
             pending.append(engine.submit(session, tick))
             if not together:
                 pending[-1].result()
-        latencies += [future.result().timings["total"] for future in pending]
+        latencies += [future.result().info.timings["total"] for future in pending]
     seconds = time.perf_counter() - started
     forwards = {rows: n - before.get(rows, 0) for rows, n in engine.stats().rows_per_forward.items()}
     num_forwards = sum(forwards.values())
@@ -126,4 +127,4 @@ def make_inputs(folder: Path, seed: int) -> TickInputs:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

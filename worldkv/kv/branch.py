@@ -1,4 +1,4 @@
-"""One forward of one branch: what it may see, where it writes, and whether that becomes history.
+"""One branch of a session, and one forward of it: what it may see, where it writes, whether that becomes history.
 
 Building a context allocates nothing. `activate` takes blocks when the branch is really executed; `close` gives back
 whatever did not become history. The context is handed to an attention backend as an `AttentionRow`.
@@ -6,32 +6,36 @@ whatever did not become history. The context is handed to an attention backend a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from worldkv.errors import OutOfBlocks
-from worldkv.kv.block_table import StagedWrite
-from worldkv.kv.window import Placement
+from worldkv.kv.block_table import BlockTable, StagedWrite
+from worldkv.kv.conditioning import ConditioningEntry
+from worldkv.kv.row import AttentionRow
+from worldkv.kv.window import Placement, Window
 
 if TYPE_CHECKING:
-    from worldkv.kv.state import BranchState
+    from worldkv.kv.storage import KVStorage
 
 
-@dataclass(frozen=True)
-class AttentionRow:
-    """What a backend needs to know of one row: it attends to slots [0, num_visible) of `blocks`.
+class BranchState:
+    """One K/V history: its blocks, how many chunks it has seen, its conditioning, and the forward under way."""
 
-    `write_slots` are the physical slots (block * block_size + offset) of the row's current tokens, one per query, or
-    None where the row only reads (cross-attention).
-    """
+    def __init__(self, name: str, table: BlockTable, window: Window, storage: KVStorage) -> None:
+        self.name = name
+        self.table = table
+        self.window = window
+        self.storage = storage
+        self.num_chunks = 0  # chunks committed since the last reset; past a full ring the oldest are gone
+        self.conditioning: dict[str, ConditioningEntry] = {}
+        self.context: ForwardContext | None = None
 
-    blocks: npt.NDArray[np.int32]
-    num_visible: int
-    num_queries: int
-    write_slots: npt.NDArray[np.int64] | None = None
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of history that a forward can see now."""
+        return self.window.num_slots(self.num_chunks)
 
 
 class ForwardContext:
@@ -94,8 +98,7 @@ class ForwardContext:
         assert self.staged is not None, "nothing was executed that could be committed"
         branch = self.branch
         branch.table.commit(self.staged, branch.window.num_slots(self.first_chunk + self.num_chunks))
-        for _ in range(self.num_chunks):
-            branch.num_chunks += 1
+        branch.num_chunks += self.num_chunks
         self.staged, self.closed = None, True
 
     def close(self) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.cli.recorded import action_names
 from worldkv.robots.embodiment import Embodiment
-from worldkv.robots.recording import RecordedTick, Recording
+from worldkv.show.recorded import action_names
 from worldkv.show.video import write_video
+
+if TYPE_CHECKING:
+    from worldkv.robots.recording import RecordedTick, Recording
 
 _PATHS = {
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",

@@ -1,6 +1,6 @@
 """What an open console costs: a robot's ticks with a page that watches its session, and without, in turns, in one run.
 
-    python benchmarks/console.py
+    python -m worldkv.bench.console
 
 The page is a socket that asks for all that a browser does: the overview twice a second, frames, the imagined video of
 each tick. Prints one line of JSON last.
@@ -49,7 +49,8 @@ def main() -> None:
             for name, watched in (("without", None), ("with", []), ("watched", ["arm"])):
                 page = None
                 if watched is not None:  # a process of its own, as a browser is
-                    page = subprocess.Popen([sys.executable, __file__, "--look", str(server.port), *watched])
+                    watch = ["worldkv.bench.console", "--look", str(server.port), *watched]
+                    page = subprocess.Popen([sys.executable, "-m", *watch])
                     time.sleep(1.5)
                 for _ in range(10):
                     started = time.perf_counter()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.cli.common import progress
-from worldkv.client import PolicyClient
-from worldkv.robots.policy import PolicyReply, PolicySession
 from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.show.live_table import LiveTable
 from worldkv.show.pictures import VIDEO_HZ
 from worldkv.show.records import TickRecord, record_of_answer
+from worldkv.show.terminal import progress
 from worldkv.show.video import read_video
+
+if TYPE_CHECKING:
+    from worldkv.robots.policy import PolicyReply, PolicySession
+    from worldkv_client.client import PolicyClient
 
 DEFAULT_PROMPT = "Move the pan forward and use the brush in the middle of the plates to brush the inside of the pan"
 CLIP_HZ = 15
@@ -88,16 +90,7 @@ def answered_here(session: PolicySession) -> Answer:
 
 
 def record_of(reply: PolicyReply, number: int, session_id: str) -> TickRecord:
-    result = reply.result
-    return TickRecord(
-        number,
-        session_id,
-        reply.timings,
-        result.frames_cached,
-        result.blocks_used,
-        result.blocks_free,
-        result.restart_reason,
-    )
+    return TickRecord.of(number, session_id, reply.timings, reply.facts)
 
 
 def answered_by(client: PolicyClient) -> Answer:

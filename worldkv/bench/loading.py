@@ -1,6 +1,6 @@
 """How fast a checkpoint folder of true size goes from the disk to the GPU, against the disk's own rate, in one run.
 
-    python benchmarks/loading.py --model dreamzero-14b --folder /somewhere/with/50GB
+    python -m worldkv.bench.loading --model dreamzero-14b --folder /somewhere/with/50GB
 
 Writes the folder with random numbers where it is not there yet. Prints one line of JSON last.
 """
@@ -13,28 +13,29 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from worldkv.bench.models import TRUE_SIZES
+from worldkv.bench.released import RELEASED
 from worldkv.engine.engine import EngineConfig
 from worldkv.load import load_engine
-from worldkv.models.dreamzero.structure import write_true_structure
+from worldkv.models.dreamzero.true_size import write_true_structure
 
 _CHUNK = 16 << 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=TRUE_SIZES, default="dreamzero-5b")
+    parser.add_argument("--model", choices=RELEASED, default="dreamzero-5b")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     if not (arguments.folder / "config.json").is_file():
         print("writing", arguments.folder, flush=True)
-        write_true_structure(arguments.folder, TRUE_SIZES[arguments.model](), content=True)
+        write_true_structure(arguments.folder, RELEASED[arguments.model](), content=True)
     files = sorted(arguments.folder.glob("*.safetensors"))
     num_bytes = sum(path.stat().st_size for path in files)
     result = {"benchmark": "loading", "model": arguments.model, "gigabytes": round(num_bytes / 1e9, 2)}
@@ -74,7 +75,7 @@ def read_rate(path: Path) -> float:
 
 
 @contextmanager
-def watched():
+def watched() -> Iterator[dict[str, float]]:
     """Seconds, and the most anonymous host memory that was added meanwhile (pages of the files are not)."""
     seen = {"seconds": 0.0, "peak_host_gb": 0.0}
     before, start, stop = anonymous(), time.perf_counter(), threading.Event()

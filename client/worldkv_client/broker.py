@@ -1,0 +1,188 @@
+"""From chunks of actions to one action a control step: executes k of n, asks for the next chunk meanwhile.
+
+    with PolicyClient("gpu-box", 8000) as client, ActionBroker(client, execute=16) as broker:
+        while True:  # at the robot's control rate
+            robot.apply(broker.step(robot.observe()))
+
+Action i of a chunk belongs to the i-th step after the observation that asked for it. A reply that comes d steps later
+therefore goes on at its action d, and until then the old chunk's rest is executed. What was asked before a `reset` is
+dropped when it comes. Frames are collected at every step, and sent as the model was trained to see them: spread over
+the steps since the last request. Not thread-safe; the client belongs to the broker's own thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from worldkv_client.errors import BadRequest, ConnectionLost
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TIMEOUT_S = 120.0
+_MAX_SEEN = 128  # steps whose frames are kept: more than any chunk has
+
+
+class Client(Protocol):
+    """A PolicyClient, as far as the broker uses it."""
+
+    def infer(self, observation: Mapping[str, Any], /) -> Any: ...
+    def reset(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Asked:
+    sequence: int
+    step: int  # of the observation
+    observation: dict[str, Any] | None  # None: reset
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    step: int
+    actions: np.ndarray  # [horizon, action_dim]
+
+
+class ActionBroker:
+    """See the module.
+
+    `execute`: steps after which the next chunk is asked for, at most a chunk's. `num_frames`: of each camera in a
+    request but the first. `when_late`: with the chunk at its end and no new one here, "hold" repeats its last action,
+    "wait" stops the control loop until the reply comes.
+    """
+
+    def __init__(
+        self, client: Client, *, execute: int, num_frames: int = 4, when_late: Literal["hold", "wait"] = "wait"
+    ) -> None:
+        """Raises ValueError for what can never work."""
+        if execute < 1 or num_frames < 1:
+            raise ValueError(f"execute and num_frames: expected at least 1, got {execute} and {num_frames}")
+        if when_late not in ("hold", "wait"):
+            raise ValueError(f"when_late: expected 'hold' or 'wait', got {when_late!r}")
+        self._client = client
+        self._execute = execute
+        self._num_frames = num_frames
+        self._holds = when_late == "hold"
+        self.num_late_steps = 0  # for which an action was held, or the loop had to wait
+        self.num_dropped = 0  # replies that came too late to be used
+        self._sequence = itertools.count()
+        self._step = 0
+        self._seen: deque[dict[str, np.ndarray]] = deque(maxlen=_MAX_SEEN)  # of the steps since the last request
+        self._chunk: _Chunk | None = None
+        self._asked: _Asked | None = None
+        self._requests: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[_Asked, Any]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="worldkv-broker", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, observation: Mapping[str, Any]) -> np.ndarray:
+        """What the robot sees now; returns what it is to do now, [action_dim].
+
+        Images are uint8 [H, W, 3], one a camera; all else goes along as it is. Raises what the client raises, once;
+        the next step asks again. The very first step waits for its chunk.
+        """
+        images = {name: value for name, value in observation.items() if _is_image(value)}
+        if not images:
+            raise BadRequest("observation: expected at least one image, uint8 [H, W, 3]")
+        self._seen.append({name: np.array(image) for name, image in images.items()})
+        self._take_replies(wait=False)
+        if self._asked is None and (self._chunk is None or self._step - self._chunk.step >= self._execute):
+            self._ask(observation, images)
+        action = self._action_now()
+        self._step += 1
+        return action
+
+    def reset(self) -> None:
+        """A new episode: the server forgets, and so does this; what is under way is dropped when it comes."""
+        self._chunk, self._asked = None, None
+        self._seen.clear()
+        self._requests.put(_Asked(next(self._sequence), self._step, None))
+
+    def close(self) -> None:
+        """Does not wait for a reply under way; the client is its owner's to close. Safe twice."""
+        self._requests.put(None)
+
+    def _ask(self, observation: Mapping[str, Any], images: Mapping[str, Any]) -> None:
+        first = self._chunk is None
+        offsets = [0] if first else frame_offsets(len(self._seen), self._num_frames)
+        stacks = {name: np.stack([self._seen[offset - 1][name] for offset in offsets]) for name in images}
+        request = {**observation, **stacks}
+        if self._chunk is not None:
+            request["executed_steps"] = self._step - self._chunk.step
+        self._asked = _Asked(next(self._sequence), self._step, request)
+        self._requests.put(self._asked)
+        self._seen.clear()
+
+    def _action_now(self) -> np.ndarray:
+        if self._chunk is None:
+            self._take_replies(wait=True)
+        assert self._chunk is not None
+        index = self._step - self._chunk.step
+        if index >= len(self._chunk.actions):
+            self.num_late_steps += 1
+            if not self._holds:
+                self._take_replies(wait=True)
+                index = self._step - self._chunk.step
+        action: np.ndarray = self._chunk.actions[min(index, len(self._chunk.actions) - 1)]
+        return action
+
+    def _take_replies(self, *, wait: bool) -> None:
+        """Use the newest request's reply if it is here; with `wait`, when it is."""
+        while wait or not self._replies.empty():
+            try:
+                asked, reply = self._replies.get(timeout=_TIMEOUT_S)
+            except queue.Empty:
+                raise ConnectionLost(f"no reply within {_TIMEOUT_S:g} s") from None
+            if asked.observation is None and isinstance(reply, BaseException):
+                raise reply
+            if self._asked is None or asked.sequence != self._asked.sequence:
+                self.num_dropped += asked.observation is not None
+                continue
+            self._asked = None
+            if isinstance(reply, BaseException):
+                raise reply
+            actions = np.asarray(reply["actions"] if isinstance(reply, Mapping) else reply)
+            if actions.ndim != 2 or len(actions) < self._execute:
+                raise BadRequest(f"execute: {self._execute} steps of a chunk of shape {list(actions.shape)}")
+            self._chunk = _Chunk(asked.step, actions)
+            return
+
+    def _serve(self) -> None:
+        """The broker's thread: one request after the other."""
+        while (asked := self._requests.get()) is not None:
+            reply: Any = None
+            try:
+                if asked.observation is None:
+                    self._client.reset()
+                else:
+                    reply = self._client.infer(asked.observation)
+            except Exception as error:
+                reply = error
+            self._replies.put((asked, reply))
+
+
+def frame_offsets(num_steps: int, num_frames: int) -> list[int]:
+    """Which of the last `num_steps` steps' frames are sent, 0 the newest: the stock client's -23, -16, -8, 0 for 24."""
+    spaced = [-round(num_steps * index / (num_frames - 1)) if num_frames > 1 else 0 for index in range(num_frames)]
+    return [max(offset, 1 - num_steps) for offset in reversed(spaced)]
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] == 3

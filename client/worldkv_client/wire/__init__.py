@@ -1,0 +1,34 @@
+"""The wire between robots and the policy server: framing, the robots' two dialects, errors as a client reads them."""
+
+from __future__ import annotations
+
+from worldkv_client.wire.errors import CloseCode, close_code, error_text, public_error
+from worldkv_client.wire.framing import DEFAULT_MAX_BYTES, pack, unpack
+from worldkv_client.wire.robots import (
+    MAX_SESSION_ID_CHARACTERS,
+    RESET_REPLY,
+    Dialect,
+    InferRequest,
+    ResetRequest,
+    infer_reply,
+    normalise_session_id,
+    parse_request,
+)
+
+__all__ = [
+    "DEFAULT_MAX_BYTES",
+    "MAX_SESSION_ID_CHARACTERS",
+    "RESET_REPLY",
+    "CloseCode",
+    "Dialect",
+    "InferRequest",
+    "ResetRequest",
+    "close_code",
+    "error_text",
+    "infer_reply",
+    "normalise_session_id",
+    "pack",
+    "parse_request",
+    "public_error",
+    "unpack",
+]

@@ -1,0 +1,193 @@
+"""msgpack for numpy, byte for byte openpi's: `pack` and `unpack`. Pure functions.
+
+An array is a map with the byte keys `__ndarray__` (true), `data` (C order), `dtype` (numpy's `.str`), `shape`; a numpy
+scalar one with `__npgeneric__`, `data`, `dtype`. `unpack` bounds what a message may cost, and the only error it raises
+is BadRequest.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from worldkv_client.errors import BadRequest, MessageTooLarge
+
+DEFAULT_MAX_BYTES = 64 * 1024 * 1024
+
+_MAX_DEPTH = 16
+_TOO_DEEP = f"message: expected at most {_MAX_DEPTH} levels of lists and maps, got more"
+_MAX_LIST = 4096  # per list: msgpack allocates what a header announces, before it sees the items
+_MAX_MAP = 1024
+_MAX_VALUES = 65536  # in all lists and maps of a message; arrays count as one value each
+_DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|[SU][1-9]\d{0,8}|[mM]8(?:\[\w{1,16}\])?)")
+_REFUSED_KINDS = "VOc"
+_VALUE_TYPES: Mapping[str, tuple[type, ...]] = {
+    "b": (bool,),
+    "i": (int,),
+    "u": (int,),
+    "f": (float, int),
+    "S": (bytes,),
+    "U": (str,),
+    "m": (int,),
+    "M": (int,),
+}
+
+
+def pack(obj: Any) -> bytes:
+    """`obj` (None, bool, int, float, str, bytes, list, dict, numpy arrays and scalars) as msgpack.
+
+    Raises BadRequest, which names the field, for what cannot be sent.
+    """
+    try:
+        packed: bytes = msgpack.packb(obj, default=_encode)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise BadRequest(f"{_unpackable_field(obj)}cannot be sent: {error}") from None
+    return packed
+
+
+def unpack(data: Any, *, max_bytes: int) -> Any:
+    """What `pack` made `data` from; arrays are read-only views. Raises BadRequest, MessageTooLarge."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise BadRequest(f"message: expected a binary frame of msgpack, got {type(data).__name__}")
+    if len(data) > max_bytes:
+        raise MessageTooLarge(
+            f"message: expected at most {max_bytes} bytes, got {len(data)}; send fewer or smaller frames"
+        )
+    budget = _Budget()
+    try:
+        obj = msgpack.unpackb(
+            data,
+            object_hook=budget.map,
+            list_hook=budget.list,
+            max_array_len=_MAX_LIST,
+            max_map_len=_MAX_MAP,
+        )
+    except BadRequest:
+        raise
+    except msgpack.StackError:
+        raise BadRequest(_TOO_DEEP) from None
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        detail = str(error) or type(error).__name__
+        raise BadRequest(f"message: expected one msgpack value, got {len(data)} bytes: {detail}") from None
+    _check_depth(obj)
+    return obj
+
+
+def _encode(obj: Any) -> Any:
+    """msgpack's hook for what it does not know."""
+    if isinstance(obj, (np.ndarray, np.generic)) and obj.dtype.kind in _REFUSED_KINDS:
+        raise ValueError(f"arrays of dtype {obj.dtype} are not part of the format")
+    if isinstance(obj, np.ndarray):
+        return {b"__ndarray__": True, b"data": obj.tobytes(), b"dtype": obj.dtype.str, b"shape": obj.shape}
+    if isinstance(obj, np.generic):
+        return {b"__npgeneric__": True, b"data": obj.item(), b"dtype": obj.dtype.str}
+    raise TypeError(f"{type(obj).__module__}.{type(obj).__qualname__} is not part of the format")
+
+
+def _unpackable_field(obj: Any) -> str:
+    """The first field of a map that cannot be packed, as the head of a message."""
+    for key, value in obj.items() if isinstance(obj, Mapping) else ():
+        try:
+            msgpack.packb({key: value}, default=_encode)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return f"{key}: "
+    return "message: "
+
+
+class _Budget:
+    """msgpack's hooks for one message: builds arrays, and counts the values of lists and maps."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+
+    def list(self, items: list[Any]) -> list[Any]:
+        self._spend(len(items))
+        return items
+
+    def map(self, items: dict[Any, Any]) -> Any:
+        self._spend(1 + len(items))
+        for marker, decode in (("__ndarray__", _decode_array), ("__npgeneric__", _decode_scalar)):
+            if items.get(marker.encode(), items.get(marker)) is True:
+                fields = [items.get(name.encode(), items.get(name)) for name in ("data", "dtype", "shape")]
+                return decode(*fields)
+        return items
+
+    def _spend(self, num_values: int) -> None:
+        self._left -= num_values
+        if self._left < 0:
+            raise BadRequest(f"message: more than {_MAX_VALUES} values in lists and maps; send numbers as arrays")
+
+
+def _decode_array(data: Any, dtype_text: Any, shape: Any) -> np.ndarray:
+    dtype = _decode_dtype(dtype_text)
+    if not isinstance(data, bytes):
+        raise BadRequest(f"array: expected bytes as its data, got {type(data).__name__}")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise BadRequest(f"array: expected a list of sizes as its shape, got {short(shape)}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes != len(data):
+        raise BadRequest(f"array: {dtype} {short(shape)} takes {short(num_bytes)} bytes, got {len(data)}")
+    try:
+        array: np.ndarray = np.ndarray(shape, dtype, buffer=data)
+    except (ValueError, TypeError, OverflowError) as error:  # too many axes, or a huge one beside a zero
+        raise BadRequest(f"array: {dtype} {short(shape)}: {error}") from None
+    if dtype.kind == "U" and array.size and array.reshape(-1).view(f"{dtype.str[0]}u4").max() > 0x10FFFF:
+        raise BadRequest("array: a text array holds something that is no character")
+    return array
+
+
+def _decode_scalar(data: Any, dtype_text: Any, _shape: Any) -> np.generic:
+    dtype = _decode_dtype(dtype_text)
+    if type(data) not in _VALUE_TYPES[dtype.kind]:
+        raise BadRequest(f"numpy scalar: expected a value for {dtype}, got {type(data).__name__}")
+    try:
+        if dtype.kind in "iu" and not np.iinfo(dtype).min <= data <= np.iinfo(dtype).max:
+            raise OverflowError("out of its range")  # numpy 1 would wrap it
+        with np.errstate(over="ignore"):  # a float that becomes inf here is the receiver's to refuse
+            scalar: Any = np.array(data, dtype)[()] if dtype.kind in "mM" else dtype.type(data)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadRequest(f"numpy scalar: expected a value for {dtype}: {error}") from None
+    assert isinstance(scalar, np.generic)
+    return scalar
+
+
+def _decode_dtype(text: Any) -> np.dtype[Any]:
+    if isinstance(text, str) and _DTYPE.fullmatch(text):
+        try:
+            dtype = np.dtype(text)
+        except (ValueError, TypeError):  # a unit of time or a size that numpy does not have
+            pass
+        else:
+            if dtype.itemsize > 0:  # an older numpy takes any size of a text, and then counts below zero
+                return dtype
+    raise BadRequest(
+        f"array: expected a dtype such as '|u1' or '<f4' (kinds b, i, u, f, S, U, m, M), got {short(text)}"
+    )
+
+
+def _check_depth(obj: Any) -> None:
+    level = [obj]  # the lists and maps of one depth
+    for _ in range(_MAX_DEPTH + 1):
+        level = [value for value in level if isinstance(value, (dict, list))]
+        if not level:
+            return
+        level = [child for value in level for child in (value.values() if isinstance(value, dict) else value)]
+    raise BadRequest(_TOO_DEEP)
+
+
+def short(value: Any) -> str:
+    """What a client sent, for a message of bounded length."""
+    if isinstance(value, np.ndarray):
+        return f"an array {value.dtype} {list(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a number beyond all bounds"
+    if isinstance(value, dict) or (isinstance(value, list) and len(value) > 8):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (str, bytes)) and len(value) > 80:
+        return f"{value[:80]!r}..."
+    return f"[{', '.join(map(short, value))}]" if isinstance(value, list) else repr(value)[:160]

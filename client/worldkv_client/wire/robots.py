@@ -1,0 +1,163 @@
+"""What robots ask for, in either dialect. Pure functions.
+
+The dialects are told apart by the key `endpoint`, which only RoboArena's requests have:
+
+| | openpi | RoboArena |
+|---|---|---|
+| session | the connection | `session_id`; without one, the connection |
+| exterior cameras | one: `observation/exterior_image_1_left` | two: `.._image_0_left`, `.._image_1_left` |
+| reply | map: `actions`, `server_timing` | bare array, float32 [horizon, 8] |
+| reset | the key `reset: true` in a request | the same, or `endpoint: reset`, answered by a text |
+
+Ours on top, all optional: `sequence` (an int; comes back in a reply that is a map), `reset` (a bool: forget
+the history first), `resume` (a bool: an error instead of a new session, should the named one be gone).
+
+Does not know sockets or sessions, nor what a valid observation is: that is the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from worldkv_client.errors import BadRequest
+from worldkv_client.wire.framing import short
+
+RESET_REPLY = "reset successful"
+MAX_SESSION_ID_CHARACTERS = 256
+
+
+class Dialect(str, Enum):
+    """Who speaks; its text is its value, as with StrEnum (Python 3.11)."""
+
+    OPENPI = "openpi"
+    ROBOARENA = "roboarena"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """One tick. `observation`: under RoboArena's names, whatever the dialect. `session_id` None: the
+    connection is the session. `restart`: forget the history first. `resume`: the session must exist. `details`:
+    reply with a map in either dialect, the imagined video and the cache's state included."""
+
+    dialect: Dialect
+    observation: Mapping[str, Any]
+    session_id: str | None = None
+    sequence: int | None = None
+    restart: bool = False
+    resume: bool = False
+    details: bool = False
+
+
+@dataclass(frozen=True)
+class ResetRequest:
+    """Forget a session's history. `session_id` None: the session of the connection's last request."""
+
+    session_id: str | None = None
+    dialect: Dialect = Dialect.ROBOARENA
+
+
+_CONTROL_KEYS = frozenset({"endpoint", "session_id", "sequence", "reset", "resume", "details"})
+_EXTERIOR = "observation/exterior_image_"
+# openpi's only exterior camera has the name of RoboArena's second one; as the model sees it, it is the first.
+_OPENPI_CAMERAS: Mapping[str, str] = {f"{_EXTERIOR}1_left": f"{_EXTERIOR}0_left"}
+
+
+def parse_request(message: Any) -> InferRequest | ResetRequest:
+    """What an unpacked message asks for. Raises BadRequest."""
+    if not isinstance(message, dict):
+        raise BadRequest(f"message: expected a map, got {type(message).__name__}")
+    for key in message:
+        if not isinstance(key, str):
+            raise BadRequest(f"message: expected field names that are str, got {short(key)}")
+    session_id = message.get("session_id")
+    if session_id is not None:
+        session_id = normalise_session_id(session_id)
+    if "endpoint" not in message:
+        return _openpi_request(message, session_id)
+    endpoint = message["endpoint"]
+    if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+        raise BadRequest(f"endpoint: expected 'infer' or 'reset', got {short(endpoint)}")
+    if endpoint == "reset":
+        return ResetRequest(session_id)
+    return InferRequest(Dialect.ROBOARENA, _observation(message), session_id, **_controls(message))
+
+
+def _openpi_request(message: dict[str, Any], session_id: str | None) -> InferRequest:
+    if session_id is not None:
+        raise BadRequest(
+            "session_id: without the field `endpoint` this is an openpi request, whose session is the "
+            "connection; add `endpoint: infer` or leave session_id out"
+        )
+    cameras = [key for key in message if key.startswith(_EXTERIOR) and key not in _OPENPI_CAMERAS]
+    if cameras:
+        raise BadRequest(
+            f"{cameras[0]}: without the field `endpoint` this is an openpi request, which has one exterior "
+            f"camera, {', '.join(_OPENPI_CAMERAS)}; add `endpoint: infer` to send two"
+        )
+    observation = {_OPENPI_CAMERAS.get(key, key): value for key, value in _observation(message).items()}
+    return InferRequest(Dialect.OPENPI, observation, **_controls(message))
+
+
+def _observation(message: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key not in _CONTROL_KEYS}
+
+
+def _controls(message: dict[str, Any]) -> dict[str, Any]:
+    sequence = message.get("sequence")
+    if sequence is not None and type(sequence) is not int:
+        raise BadRequest(f"sequence: expected an int, got {short(sequence)}")
+    flags = {"restart": message.get("reset", False)}
+    flags |= {name: message.get(name, False) for name in ("resume", "details")}
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise BadRequest(f"{name.replace('restart', 'reset')}: expected a bool, got {short(value)}")
+    return {"sequence": sequence, **{name: bool(value) for name, value in flags.items()}}
+
+
+def normalise_session_id(value: Any) -> str:
+    """The text of an id that came as str, bytes, int, numpy scalar or array of one. Raises BadRequest."""
+    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 and value.dtype.kind in "iuSU":
+        value = value.item()
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            raise BadRequest(f"session_id: expected UTF-8, got {short(value)}") from None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise BadRequest(f"session_id: expected a str, bytes, an int or an array of one of these, got {short(value)}")
+    if not 0 < len(value) <= MAX_SESSION_ID_CHARACTERS or not value.isprintable():
+        raise BadRequest(
+            f"session_id: expected 1 to {MAX_SESSION_ID_CHARACTERS} printable characters, got {short(value)}"
+        )
+    return value
+
+
+def infer_reply(
+    request: InferRequest,
+    actions: np.ndarray,
+    server_timing: Mapping[str, float],
+    warnings: tuple[str, ...] = (),
+    details: Mapping[str, Any] | None = None,
+) -> Any:
+    """What answers `request`, before packing. `actions` float32 [horizon, dim]; timing in milliseconds.
+
+    `details`: what a request with `details` gets beside that.
+    """
+    if request.dialect is Dialect.ROBOARENA and not request.details:
+        return actions
+    reply: dict[str, Any] = {"actions": actions, "server_timing": dict(server_timing), **(details or {})}
+    if request.sequence is not None:
+        reply["sequence"] = request.sequence
+    if warnings:
+        reply["warnings"] = list(warnings)
+    return reply

@@ -1,0 +1,43 @@
+"""What an engine can be told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`num_blocks` None: what `max_sessions` sessions can ever hold; if that is None too, all that the GPU has free.
+
+    `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
+    products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
+    moves the longest idle sessions to host memory where another needs their room; `park_after_s` those idle for longer.
+    Parked sessions take at most `max_parked_bytes` of host memory; None is half of what the machine has. A batch, a
+    message or a copy that takes longer than `stuck_after_s` makes the engine unready.
+    """
+
+    block_size: int = 128
+    max_sessions: int | None = 4
+    num_blocks: int | None = None
+    attention: str = "auto"
+    max_rows: int = 64
+    max_tokens: int = 32768
+    batch_invariant: bool = False
+    park_when_full: bool = True
+    park_after_s: float | None = None
+    max_parked_bytes: int | None = None
+    stuck_after_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_rows", "max_tokens", "stuck_after_s"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
+        if self.max_parked_bytes is not None and self.max_parked_bytes < 0:
+            raise ValueError(f"max_parked_bytes: expected 0 (nothing is parked) or more, got {self.max_parked_bytes}")
+
+    @property
+    def parked_bytes_limit(self) -> int:
+        if self.max_parked_bytes is not None:
+            return self.max_parked_bytes
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,352 @@
+"""The core: one thread owns the sessions, the cache and the books, and needs no lock. Read `step` first.
+
+Others put messages into its inbox and get futures; what they read of it (statistics, sessions) are values that it
+publishes after each turn. A tick that fails, is reset or closed leaves its session at its last commit. Knows no robot,
+no wire, and of a model only its programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
+from worldkv.engine.admission import Admission, Capacity
+from worldkv.engine.config import EngineConfig
+from worldkv.engine.executor import Executor
+from worldkv.engine.messages import Inbox
+from worldkv.engine.operations import Operations
+from worldkv.engine.residency import Claim, Residency
+from worldkv.engine.scheduler import Scheduler
+from worldkv.engine.session import (
+    QUEUE,
+    Session,
+    SessionHandle,
+    SessionInfo,
+    Snapshot,
+    SnapshotHandle,
+    Tick,
+    TickInfo,
+    TickReply,
+)
+from worldkv.engine.stats import Stats
+from worldkv.errors import EngineStopped, ModelError, SessionEnded
+from worldkv.kv.cache import KVCache
+from worldkv.kv.state import KVState
+from worldkv.models.base import Encode, Forward, OnHost, Outcome, Program, Request, WorldModel
+
+logger = logging.getLogger(__name__)
+_IDLE_TURN_S = 0.5
+
+Observer = Callable[[KVState, Request, object], None]  # of a program's request that has run, and its result
+Model = WorldModel[object, object, object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What everybody may read, at any time."""
+
+    stats: Stats
+    capacity: Capacity
+    sessions: Mapping[SessionHandle, SessionInfo]
+
+
+class EngineCore:
+    """`run` it on a thread of its own."""
+
+    def __init__(
+        self, model: Model, cache: KVCache, executor: Executor, config: EngineConfig, observer: Observer | None = None
+    ) -> None:
+        self.model, self.cache, self.config, self.executor = model, cache, config, executor
+        self.observer = observer
+        self.inbox = Inbox()
+        self.sessions: dict[SessionHandle, Session] = {}
+        self.names: dict[str, SessionHandle] = {}  # of open sessions
+        self.snapshots: dict[SnapshotHandle, Snapshot] = {}
+        self.ticks: list[Tick] = []  # running, in the order in which they began
+        self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
+        self.residency = Residency(cache, self.admission, self.sessions.values(), self.on_host, self.touch, config)
+        self.scheduler = Scheduler(config.max_rows, config.max_tokens)
+        self.operations = Operations(self)
+        self.stopping = False
+        self.ended = False
+        self.fault: BaseException | None = None
+        self.busy_since: float | None = None  # seconds of time.monotonic: a turn's work began
+        self._sequence = itertools.count()
+        self._serial = itertools.count()
+        self._answers: list[Callable[[], None]] = []  # given once the books they rest on are published
+        self._touched: set[Session] = set()
+        self._infos: dict[SessionHandle, SessionInfo] = {}
+        self.publish()
+
+    # the turn
+
+    def run(self) -> None:
+        """Until a Stop message comes. Whatever ends it, nobody waits for an answer for ever."""
+        try:
+            while not self.stopping:
+                self.step()
+        except BaseException as error:  # our own bug: be unready and say so, rather than hang every caller
+            self.fault = error
+            logger.exception("the engine's thread failed")
+        self.operations.end_all()
+
+    def step(self) -> None:
+        """One turn: messages, who may begin, one batch."""
+        letters = self.inbox.take(0.0 if self._has_work() else _IDLE_TURN_S)
+        self.busy_since = time.monotonic()
+        for letter in letters:
+            self.operations.handle(letter)
+        self.residency.settle()  # whoever waits for room, ticks that are to begin among them
+        self.publish()
+
+        batch = self.scheduler.next_batch(self.ticks)
+        for tick, result in zip(batch, self._results(batch), strict=True):
+            self._advance(tick, result)
+        self.operations.park_idle()
+        self.publish()
+        self.busy_since = None
+
+    def _has_work(self) -> bool:
+        return any(tick.request is not None and not tick.on_host for tick in self.ticks)
+
+    def _results(self, batch: list[Tick]) -> list[object]:
+        """A result for each, or the Exception that is its own. Committing rows are history now."""
+        if not batch:
+            return []
+        for tick in batch:
+            tick.lap(QUEUE)
+        requests = [tick.request for tick in batch]
+        results = self.executor.run([request for request in requests if isinstance(request, Forward | Encode)])
+        return [
+            _committed(request, result) if isinstance(request, Forward) else result
+            for request, result in zip(requests, results, strict=True)
+        ]
+
+    # ticks
+
+    def want(self, tick: Tick) -> None:
+        """Have it begin as soon as its session is on the device."""
+        session = tick.session
+        assert session is not None
+        session.tick = tick
+        self.touch(session)
+        end = partial(self.finish, tick)
+        begin = partial(self._begin, tick)
+        claim = Claim("another session", 0, begin, lambda e: end(error=e), session, is_tick=True, since=tick.submitted)
+        self.residency.claims.append(claim)
+
+    def _begin(self, tick: Tick) -> None:
+        """Take the rollback point, and run the program up to its first request."""
+        session = tick.session
+        assert session is not None
+        try:
+            tick.rollback = session.kv.snapshot()
+            self.start(tick, self.model.program(session.kv, session.state, tick.inputs))
+        except Exception as error:
+            self.finish(tick, error=error)
+
+    def start(self, tick: Tick, program: Program[object, object]) -> None:
+        if not isinstance(program, Generator):
+            raise ModelError(
+                f"{type(self.model).__name__}.program: expected a generator that yields requests and returns an "
+                f"Outcome, got {type(program).__name__}; write `yield` where a request is made"
+            )
+        tick.program = program
+        self.ticks.append(tick)
+        tick.lap(QUEUE)
+        self._advance(tick, None)
+
+    def _advance(self, tick: Tick, result: object) -> None:
+        """Resume the program with its request's result, up to its next request, its outcome, or its failure."""
+        if tick.ended:
+            return
+        program, request = tick.program, tick.request
+        assert program is not None
+        stage = QUEUE if request is None else request.stage
+        tick.request, tick.on_host = None, False
+        try:
+            if request is not None and self.observer is not None and tick.session is not None:
+                self.observer(tick.session.kv, request, result)
+            following = program.throw(result) if isinstance(result, Exception) else program.send(result)
+            self._ask(tick, following)
+            tick.lap(stage)
+        except StopIteration as stop:
+            tick.lap(stage)
+            self._conclude(tick, stop.value)
+        except Exception as error:
+            tick.lap(stage)
+            self.finish(tick, error=error)
+
+    def _ask(self, tick: Tick, request: Request) -> None:
+        """What the tick waits for from now on."""
+        if not isinstance(request, Forward | Encode | OnHost):
+            raise ModelError(
+                f"{type(self.model).__name__}.program: expected to be asked for a Forward, an Encode or OnHost, "
+                f"got {type(request).__name__}"
+            )
+        tick.request = request
+        tick.waiting_since, tick.sequence = time.perf_counter(), next(self._sequence)
+        if isinstance(request, OnHost):
+            tick.on_host = True
+            future = self.executor.on_host(request.function)
+            self.inbox.forward(future, lambda: self._advance(tick, _result_of(future)))
+
+    def _conclude(self, tick: Tick, outcome: object) -> None:
+        if isinstance(outcome, Outcome):
+            self.finish(tick, outcome=outcome)
+        else:
+            self.finish(
+                tick,
+                error=ModelError(
+                    f"{type(self.model).__name__}.program: expected to return Outcome(result, state), got "
+                    f"{type(outcome).__name__}"
+                ),
+            )
+
+    def finish(
+        self, tick: Tick, outcome: Outcome[object, object] | None = None, error: BaseException | None = None
+    ) -> None:
+        """Settle a tick: keep what it did, or on an error go back where it began. Safe twice."""
+        if tick.ended:
+            return
+        tick.ended = True
+        if tick.program is not None:
+            if isinstance(tick.program, Generator):
+                tick.program.close()
+            with suppress(ValueError):
+                self.ticks.remove(tick)
+        if tick.session is not None:
+            self._settle(tick, tick.session, outcome)
+        if outcome is None:
+            self.answer(tick.future, error=error)
+        else:
+            self.answer(tick.future, TickReply(outcome.result, self._info(tick)))
+
+    def _settle(self, tick: Tick, session: Session, outcome: Outcome[object, object] | None) -> None:
+        if tick.rollback is not None:
+            session.kv.abandon()
+            if outcome is None:
+                session.kv.restore(tick.rollback)
+            tick.rollback.release()
+        if outcome is not None:
+            session.state = outcome.state
+        if session.tick is tick:
+            session.tick = None
+            session.last_used = time.monotonic()
+        self.touch(session)
+
+    def _info(self, tick: Tick) -> TickInfo:
+        pool, session = self.cache.pool, tick.session
+        num_chunks = 0 if session is None else session.info().num_chunks
+        return TickInfo(tick.milliseconds(), num_chunks, pool.num_used, pool.num_blocks - pool.num_used)
+
+    def cancel(self, session: Session, how: str) -> None:
+        """End the session's tick, running or waiting."""
+        if session.tick is not None:
+            self.residency.drop(session)
+            error = SessionEnded(f"session {session.handle.session_id} {how}, during this tick")
+            self.finish(session.tick, error=error)
+
+    # answers, and what everybody may read
+
+    def answer(self, future: Future[object], value: object = None, error: BaseException | None = None) -> None:
+        """Once the books are published that the answer rests on."""
+        self._answers.append(partial(_set, future, value, error))
+
+    def touch(self, session: Session) -> None:
+        """What is published of it has changed."""
+        self._touched.add(session)
+
+    def publish(self) -> None:
+        """New values for those who read, then the answers that wait for that."""
+        for session in self._touched:
+            if session.handle in self.sessions:
+                self._infos[session.handle] = session.info()
+            else:
+                self._infos.pop(session.handle, None)
+        self._touched.clear()
+        pool, store, sessions = self.cache.pool, self.cache.conditioning, self.sessions
+        parked = [info.bytes_parked for info in self._infos.values() if info.parked]
+        self.published = Published(
+            Stats(
+                self.cache.backend.name,
+                dict(self.executor.rows_per_forward),
+                store.num_hits,
+                store.num_misses,
+                len(sessions),
+                len(parked),
+                sum(parked),
+                sum(info.busy for info in self._infos.values()),
+                pool.num_used,
+                pool.num_shared,
+                self.cache.storage.num_copied,
+            ),
+            self.admission.capacity(self.cache.bytes_per_block, len(sessions), pool.num_used),
+            MappingProxyType(dict(self._infos)),
+        )
+        answers, self._answers = self._answers, []
+        for give in answers:
+            with suppress(Exception):  # a done callback of the caller's must not end the engine
+                give()
+
+    def new_session(self, session_id: str | None) -> Session:
+        """An empty session; its blocks are not charged yet."""
+        session_id = session_id or uuid.uuid4().hex
+        handle = SessionHandle(session_id, next(self._serial))
+        session = Session(handle, self.cache.create_state(), self.model.new_state())
+        return session
+
+    def new_serial(self) -> int:
+        return next(self._serial)
+
+    def on_host(self, function: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
+        """Call it on a host thread, then `done` on ours."""
+        future = self.executor.on_host(function)
+
+        def report() -> None:
+            result: Exception | None = _result_of(future)
+            done(result)
+
+        self.inbox.forward(future, report)
+
+    def session(self, handle: SessionHandle) -> Session:
+        """For tests that look inside: an open session. Raises KeyError."""
+        return self.sessions[handle]
+
+
+def _committed(request: Forward, result: object) -> object:
+    """The result, its committing rows being history now; or why that failed, for its tick alone."""
+    if isinstance(result, Exception):
+        return result
+    try:
+        for row in request.rows:
+            if row.context.commits:
+                row.context.commit()
+    except Exception as error:
+        return error
+    return result
+
+
+def _result_of(future: Future[T]) -> T | Exception:
+    """Of a done one: its result, or the Exception in its place."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    return error if isinstance(error, Exception) else EngineStopped(repr(error))
+
+
+def _set(future: Future[object], value: object, error: BaseException | None) -> None:
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

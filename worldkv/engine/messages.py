@@ -1,0 +1,132 @@
+"""What the core can be asked for, and the inbox through which it is asked, from any thread."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from worldkv.engine.session import SessionHandle, SnapshotHandle
+from worldkv.models.base import Encode
+
+if TYPE_CHECKING:
+    from worldkv.engine.core import EngineCore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Open:
+    session_id: str | None
+
+
+@dataclass(frozen=True)
+class Submit:
+    session: SessionHandle
+    inputs: object
+    deadline: float | None
+
+
+@dataclass(frozen=True)
+class Reset:
+    session: SessionHandle
+
+
+@dataclass(frozen=True)
+class Close:
+    session: SessionHandle
+    reason: str
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    session: SessionHandle
+
+
+@dataclass(frozen=True)
+class Restore:
+    session: SessionHandle
+    snapshot: SnapshotHandle
+
+
+@dataclass(frozen=True)
+class Fork:
+    source: SessionHandle | SnapshotHandle
+    session_id: str | None
+
+
+@dataclass(frozen=True)
+class Release:
+    snapshot: SnapshotHandle
+
+
+@dataclass(frozen=True)
+class Park:
+    session: SessionHandle
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A request of no session's."""
+
+    request: Encode
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Have a look between two batches."""
+
+    function: Callable[[EngineCore], object]
+
+
+@dataclass(frozen=True)
+class HostDone:
+    """A function on a host thread has ended."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+Message = (
+    Open | Submit | Reset | Close | TakeSnapshot | Restore | Fork | Release | Park | Compute | Inspect | HostDone | Stop
+)
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message, and where its answer goes."""
+
+    message: Message
+    answer: Future[object] = field(default_factory=Future)
+
+
+class Inbox:
+    """Messages in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+
+    def put(self, message: Message) -> Future[object]:
+        letter = Letter(message)
+        self._letters.put(letter)
+        return letter.answer
+
+    def forward(self, future: Future[T], report: Callable[[], None]) -> None:
+        """Have `report` called on the engine's thread once `future` is done."""
+        future.add_done_callback(lambda _: self._letters.put(Letter(HostDone(report))))
+
+    def take(self, wait_s: float) -> list[Letter]:
+        """All that has come; with none, whatever comes first within `wait_s` seconds."""
+        letters = []
+        try:
+            letters.append(self._letters.get(timeout=wait_s) if wait_s > 0 else self._letters.get_nowait())
+            while True:
+                letters.append(self._letters.get_nowait())
+        except queue.Empty:
+            return letters

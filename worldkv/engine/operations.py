@@ -1,0 +1,374 @@
+"""What the core does with each message, between two batches. Engine thread only.
+
+Operators' requests (snapshot, restore, fork, park) want a session without a tick. What needs blocks, or a session on
+the device, stakes a claim and goes on when that is granted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from worldkv.engine import messages as m
+from worldkv.engine.residency import Claim
+from worldkv.engine.session import Session, SessionHandle, Snapshot, SnapshotHandle, Tick
+from worldkv.errors import BadRequest, EngineStopped, SessionBusy, SessionNotFound, SnapshotNotFound, WorldKVError
+from worldkv.models.base import Encode, Outcome, Request
+
+if TYPE_CHECKING:
+    from worldkv.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+_REMEMBERED = 4096  # reasons of closed sessions, for those who still hold their handles
+
+
+class Operations:
+    """`handle` a message: it is answered at once, or when what it waits for has come."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._closed: dict[SessionHandle, str] = {}  # the newest ones, with the reason
+        self._handlers: Mapping[type, Callable[..., None]] = {
+            m.Open: self._open,
+            m.Submit: self._submit,
+            m.Reset: self._reset,
+            m.Close: self._close,
+            m.TakeSnapshot: self._take_snapshot,
+            m.Restore: self._restore,
+            m.Fork: self._fork,
+            m.Release: self._release,
+            m.Park: self._park,
+            m.Compute: self._compute,
+            m.Inspect: self._inspect,
+            m.Stop: self._stop,
+        }
+
+    def handle(self, letter: m.Letter) -> None:
+        """Whatever is wrong with a message is its sender's to know."""
+        message, answer = letter.message, letter.answer
+        if isinstance(message, m.HostDone):
+            message.function()
+            return
+        if not answer.set_running_or_notify_cancel():
+            return
+        try:
+            self._handlers[type(message)](message, answer)
+        except Exception as error:
+            self._core.answer(answer, error=error)
+
+    def park_idle(self) -> None:
+        """Park what has been idle for too long."""
+        config = self._core.config
+        if config.park_after_s is None:
+            return
+        now = time.monotonic()
+        for session in list(self._core.sessions.values()):
+            idle_since, idles = session.last_used, session.tick is None and session.on_device
+            if idles and idle_since < now - config.park_after_s and session.no_parking_before < now:
+                try:
+                    self._core.residency.park(session, partial(self._parked, session))
+                except (WorldKVError, MemoryError, RuntimeError) as error:  # no host memory, say: nothing has changed
+                    session.no_parking_before = now + config.park_after_s
+                    logger.warning("session %s is not parked: %s", session.handle.session_id, error)
+
+    def _parked(self, session: Session, _: Exception | None) -> None:
+        self._core.touch(session)
+
+    def end_all(self) -> None:
+        """The thread ends: nothing is left waiting, and every block goes back."""
+        core = self._core
+        why = f"engine failed: {core.fault}" if core.fault is not None else "engine is shut down"
+        stopped = EngineStopped(f"the engine stopped during this tick ({why})")
+        with suppress(Exception):
+            core.executor.shutdown()
+        core.ended = True
+        self.turn_away_rest()
+        for tick in [*core.ticks, *(s.tick for s in core.sessions.values() if s.tick is not None)]:
+            try:
+                core.finish(tick, error=stopped)
+            except Exception:  # whatever ended the thread may end this too: the caller must not wait for ever
+                logger.exception("a tick could not be settled")
+                core.answer(tick.future, error=stopped)
+        for claim in core.residency.claims:
+            if not claim.is_tick:
+                claim.refused(EngineStopped(why))
+        for session in list(core.sessions.values()):
+            with suppress(Exception):
+                session.kv.close()
+            core.touch(session)
+        for snapshot in core.snapshots.values():
+            snapshot.kv.release()
+        core.sessions.clear()
+        core.names.clear()
+        core.snapshots.clear()
+        core.publish()
+
+    def turn_away_rest(self) -> None:
+        """What has come after the end."""
+        fault = self._core.fault
+        error = EngineStopped("engine is shut down" if fault is None else f"engine failed: {fault}")
+        for letter in self._core.inbox.take(0.0):
+            self._turn_away(letter, error)
+
+    def _turn_away(self, letter: m.Letter, error: Exception) -> None:
+        if isinstance(letter.message, m.HostDone):  # a copy's end: its session is whole again, and can be closed
+            with suppress(Exception):
+                letter.message.function()
+        elif letter.answer.set_running_or_notify_cancel():
+            if isinstance(letter.message, m.Stop | m.Close | m.Release):
+                letter.answer.set_result(None)
+            else:
+                letter.answer.set_exception(error)
+
+    # sessions
+
+    def _open(self, message: m.Open, answer: Future[object]) -> None:
+        self._admit(self._new(message.session_id), answer)
+
+    def _new(self, session_id: str | None) -> Session:
+        if session_id is not None and session_id in self._core.names:
+            raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+        session = self._core.new_session(session_id)
+        self._core.names[session.handle.session_id] = session.handle
+        return session
+
+    def _admit(
+        self,
+        session: Session,
+        answer: Future[object],
+        *,
+        keep: Session | None = None,
+        fill: Callable[[], None] = lambda: None,
+        unused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Charge a new session, `fill` it, and hand it out. `unused` is called, safe twice, where that fails."""
+        core = self._core
+        num_blocks = core.admission.blocks_per_session
+
+        def granted() -> None:
+            session.num_blocks_charged = num_blocks
+            try:
+                fill()
+            except Exception as error:
+                core.residency.refund(session)
+                refused(error)
+                return
+            core.sessions[session.handle] = session
+            core.touch(session)
+            core.answer(answer, session.handle)
+
+        def refused(error: Exception) -> None:
+            unused()
+            session.kv.close()
+            del core.names[session.handle.session_id]
+            core.answer(answer, error=error)
+
+        kept = () if keep is None else (keep,)
+        core.residency.claims.append(Claim("another session", num_blocks, granted, refused, keep=kept))
+
+    def _submit(self, message: m.Submit, answer: Future[object]) -> None:
+        session = self._free(message.session)
+        self._core.want(Tick(session, answer, message.inputs, message.deadline))
+
+    def _reset(self, message: m.Reset, answer: Future[object]) -> None:
+        session, core = self._find(message.session), self._core
+        core.cancel(session, "was reset")
+
+        def forget() -> None:
+            session.parked = None
+            session.kv.reset()
+            session.state = core.model.new_state(session.state)
+            core.touch(session)
+            core.answer(answer)
+
+        session.when_settled(forget)
+
+    def _close(self, message: m.Close, answer: Future[object]) -> None:
+        core = self._core
+        session = core.sessions.pop(message.session, None)
+        if session is None:
+            core.answer(answer)
+            return
+        session.closed_for = message.reason
+        self._closed[message.session] = message.reason
+        if len(self._closed) > _REMEMBERED:
+            del self._closed[next(iter(self._closed))]
+        del core.names[message.session.session_id]
+        core.cancel(session, f"was closed: {message.reason}")
+        logger.info("session %s closed: %s", message.session.session_id, message.reason)
+
+        def give_back() -> None:
+            session.parked = None
+            session.kv.close()
+            core.residency.refund(session)
+            core.answer(answer)
+
+        session.when_settled(give_back)
+        core.touch(session)
+
+    # histories
+
+    def _take_snapshot(self, message: m.TakeSnapshot, answer: Future[object]) -> None:
+        session = self._free(message.session)
+        self._on_device(session, answer, lambda: self._charge_snapshot(session, answer))
+
+    def _charge_snapshot(self, session: Session, answer: Future[object]) -> None:
+        core = self._core
+        kv, state = session.kv.snapshot(), session.state
+        num_blocks = kv.num_blocks
+
+        def granted() -> None:
+            num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
+            handle = SnapshotHandle(core.new_serial(), num_chunks, num_blocks)
+            core.snapshots[handle] = Snapshot(handle, kv, state)
+            core.answer(answer, handle)
+
+        def refused(error: Exception) -> None:
+            kv.release()
+            core.answer(answer, error=error)
+
+        core.residency.claims.append(Claim("a snapshot", num_blocks, granted, refused, keep=(session,)))
+
+    def _restore(self, message: m.Restore, answer: Future[object]) -> None:
+        session = self._free(message.session)
+        self._require(message.snapshot)
+
+        def granted() -> None:
+            try:
+                snapshot = self._require(message.snapshot)
+                session.kv.restore(snapshot.kv)
+            except Exception as error:  # it keeps what it had, on the host or here
+                if session.parked is not None:
+                    self._core.residency.refund(session)
+                self._core.answer(answer, error=error)
+                return
+            session.parked, session.state = None, snapshot.state
+            self._core.touch(session)
+            self._core.answer(answer)
+
+        self._on_device(session, answer, granted, bring_back=False)
+
+    def _fork(self, message: m.Fork, answer: Future[object]) -> None:
+        if isinstance(message.source, SnapshotHandle):
+            snapshot = self._require(message.source)
+            fork = self._new(message.session_id)
+
+            def from_snapshot() -> None:
+                fork.kv.restore(self._require(snapshot.handle).kv)
+                fork.state = snapshot.state
+
+            self._admit(fork, answer, fill=from_snapshot)
+            return
+        parent = self._free(message.source)
+
+        def go_on() -> None:
+            fork, frozen, state = self._new(message.session_id), parent.kv.snapshot(), parent.state
+
+            def from_parent() -> None:
+                try:
+                    fork.kv.restore(frozen)
+                finally:
+                    frozen.release()
+                fork.state = state
+
+            self._admit(fork, answer, keep=parent, fill=from_parent, unused=frozen.release)
+
+        self._on_device(parent, answer, go_on)
+
+    def _release(self, message: m.Release, answer: Future[object]) -> None:
+        snapshot = self._core.snapshots.pop(message.snapshot, None)
+        if snapshot is not None:
+            snapshot.kv.release()
+            self._core.admission.refund(message.snapshot.num_blocks_charged)
+        self._core.answer(answer)
+
+    def _park(self, message: m.Park, answer: Future[object]) -> None:
+        session = self._free(message.session)
+
+        def settled() -> None:
+            if not session.on_device or session.closed_for is not None:
+                self._core.answer(answer)
+                return
+            try:
+                self._core.residency.park(session, done)
+            except Exception as error:
+                self._core.answer(answer, error=error)
+
+        def done(error: Exception | None) -> None:
+            self._core.touch(session)
+            self._core.answer(answer, error=error)
+
+        session.when_settled(settled)
+
+    def _on_device(
+        self, session: Session, answer: Future[object], then: Callable[[], None], *, bring_back: bool = True
+    ) -> None:
+        """Call `then` as soon as the session is charged, and its K/V on the device if that matters."""
+
+        def granted() -> None:
+            try:
+                if session.closed_for is not None:
+                    raise self._gone(session.handle)
+                self._core.touch(session)
+                then()
+            except Exception as error:
+                self._core.answer(answer, error=error)
+
+        refused: Callable[[Exception], None] = lambda error: self._core.answer(answer, error=error)  # noqa: E731
+        claim = Claim("another session", 0, granted, refused, session, bring_back, keep=(session,))
+        self._core.residency.claims.append(claim)
+
+    # the rest
+
+    def _compute(self, message: m.Compute, answer: Future[object]) -> None:
+        result: Future[object] = Future()
+        tick = Tick(None, result)
+        result.add_done_callback(lambda done: _pass_on(done, answer))
+        self._core.start(tick, _once(message.request))
+
+    def _inspect(self, message: m.Inspect, answer: Future[object]) -> None:
+        self._core.answer(answer, message.function(self._core))
+
+    def _stop(self, _: m.Stop, answer: Future[object]) -> None:
+        self._core.stopping = True
+        answer.set_result(None)
+
+    def _find(self, handle: SessionHandle) -> Session:
+        session = self._core.sessions.get(handle)
+        if session is None:
+            raise self._gone(handle)
+        return session
+
+    def _gone(self, handle: SessionHandle) -> SessionNotFound:
+        return SessionNotFound(f"session {handle.session_id} is closed ({self._closed.get(handle, 'long ago')})")
+
+    def _free(self, handle: SessionHandle) -> Session:
+        session = self._find(handle)
+        if session.tick is not None:
+            raise SessionBusy(f"session {handle.session_id} has a tick in flight; wait for its reply")
+        return session
+
+    def _require(self, handle: SnapshotHandle) -> Snapshot:
+        snapshot = self._core.snapshots.get(handle)
+        if snapshot is None:
+            raise SnapshotNotFound("this snapshot was released; take a new one")
+        return snapshot
+
+
+def _once(request: Encode) -> Generator[Request, object, Outcome[object, object]]:
+    """A program of one request."""
+    result = yield request
+    return Outcome(result, None)
+
+
+def _pass_on(done: Future[object], answer: Future[object]) -> None:
+    error = done.exception()
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(getattr(done.result(), "result"))  # noqa: B009

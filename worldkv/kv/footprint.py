@@ -1,0 +1,101 @@
+"""Most blocks one branch holds at once: every kind of tick is played on a pool of its own, at every length of history.
+
+Ids are cheap, so nothing is bounded by a formula. Knows windows, tables and pools; no tensors and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from worldkv.kv.block_pool import BlockPool
+from worldkv.kv.block_table import BlockTable, blocks_for
+from worldkv.kv.window import Window
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward of a tick: `num_chunks` chunks, then `num_draft_tokens` tokens that never become history.
+
+    A step that commits adds its chunks to the history. Any other is a draft: it may be repeated, and its slots are
+    given back before the next step.
+    """
+
+    num_chunks: int
+    commits: bool = False
+    num_draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks: expected at least 1, got {self.num_chunks}")
+        if self.num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens: expected 0 or more, got {self.num_draft_tokens}")
+
+
+Tick = tuple[Step, ...]
+
+
+def chunks_committed(tick: Tick) -> int:
+    """How many chunks longer the history is after the tick."""
+    return sum(step.num_chunks for step in tick if step.commits)
+
+
+def chunks_reached(tick: Tick) -> int:
+    """How many chunks past the history before it the tick writes at most."""
+    return max(chunks_committed(tick[:i]) + step.num_chunks for i, step in enumerate(tick))
+
+
+@cache
+def most_blocks(window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, ...], block_size: int) -> int:
+    """Most blocks a branch holds at any moment of any tick, the history it may have to roll back to included.
+
+    Plays every sequence of ticks from an empty history on, each length of history once. See KVSpec.
+    """
+    most, known, waiting = 0, {0}, [0]
+    while waiting:
+        length = waiting.pop()
+        for first, tick in _ticks_after(length, window, ticks, restarts):
+            most = max(most, _blocks_of_tick(window, block_size, length, first, tick))
+            after = _recurring(first + chunks_committed(tick), window)
+            if after not in known:
+                known.add(after)
+                waiting.append(after)
+    return most
+
+
+def _ticks_after(
+    length: int, window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, ...]
+) -> Iterator[tuple[int, Tick]]:
+    """Each tick that may follow `length` chunks of history, with the chunk it begins at: 0 where it restarts."""
+    for tick in restarts:
+        yield 0, tick
+    for tick in ticks:
+        if window.policy == "slide" or window.has_room(length, chunks_reached(tick)):
+            yield length, tick
+
+
+def _recurring(length: int, window: Window) -> int:
+    """The least length whose slots are laid out alike: in a full ring only the phase counts."""
+    return length if length < window.max_chunks else window.max_chunks + (length - window.max_chunks) % window.window
+
+
+def _blocks_of_tick(window: Window, block_size: int, length: int, first: int, tick: Tick) -> int:
+    """Most blocks held while `tick` runs from chunk `first` on; `length` chunks of history are kept for a roll-back,
+    and shared unless `first` is 0."""
+    extra = sum(step.num_draft_tokens for step in tick)
+    pool = BlockPool(3 * blocks_for(window.num_slots(window.max_chunks) + extra, block_size))
+    kept = BlockTable(pool, block_size, pool.allocate(blocks_for(window.num_slots(length), block_size)) or ())
+    table = kept.fork() if first else BlockTable(pool, block_size)
+    most = 0
+    for step in tick:
+        placement = window.place(first, step.num_chunks, step.num_draft_tokens)
+        staged = table.stage(placement.writes, window.num_slots(first), placement.num_visible)
+        assert staged is not None
+        most = max(most, pool.num_used)
+        if step.commits:
+            first += step.num_chunks
+            table.commit(staged, window.num_slots(first))
+        else:
+            table.abort(staged)
+    return most

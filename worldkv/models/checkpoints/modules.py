@@ -1,0 +1,147 @@
+"""Modules filled from a checkpoint: completely or not at all. Knows no file and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from worldkv.models.checkpoints.files import raise_if_any
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where a module's tensor comes from.
+
+    It is part `part` of `parts` equal ones along dimension 0 of checkpoint tensor `key`, after dropping its first
+    `squeeze` dimensions, which have size 1.
+    """
+
+    key: str
+    part: int = 0
+    parts: int = 1
+    squeeze: int = 0
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape this source has if the checkpoint's tensor has shape `stored`; None if that cannot be."""
+        kept = stored[self.squeeze :]
+        if any(size != 1 for size in stored[: self.squeeze]) or len(stored) < self.squeeze:
+            return None
+        if self.parts == 1:
+            return kept
+        return (kept[0] // self.parts, *kept[1:]) if kept and kept[0] % self.parts == 0 else None
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The inverse of `shape`: what the checkpoint must store."""
+        grown = (shape[0] * self.parts, *shape[1:]) if self.parts > 1 else shape
+        return (1,) * self.squeeze + grown
+
+
+class TensorReader(Protocol):
+    """Tensors by their checkpoint's names. Shapes and dtypes are known before a tensor is read."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, source: TensorSource) -> torch.Tensor:
+        """The part of a tensor that `source` describes, as stored. Perhaps a view of the file: copy it to keep."""
+        ...
+
+
+def tensor_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of every parameter and persistent buffer; the module may lie on the meta device."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def load_module(
+    checkpoint: TensorReader,
+    module: torch.nn.Module,
+    names: Mapping[str, str | TensorSource],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fills `module`, built on the meta device, from the checkpoint and leaves it frozen and in eval mode.
+
+    `names`: for every parameter and persistent buffer of the module, where it comes from (full checkpoint names).
+    Module names with the same source share one tensor. `dtype`: of floating point tensors; others keep theirs.
+    `progress`: called with (bytes read, bytes in all). Peak memory is the module and one tensor.
+
+    Raises CheckpointError, before anything is assigned, that lists every tensor which is missing or has another shape.
+    """
+    targets: dict[TensorSource, list[str]] = {}
+    shapes = tensor_shapes(module)
+    assert shapes.keys() == names.keys(), f"names and module differ: {sorted(shapes.keys() ^ names.keys())[:5]}"
+    problems = []
+    for name, source in names.items():
+        source = TensorSource(source) if isinstance(source, str) else source
+        targets.setdefault(source, []).append(name)
+        stored = checkpoint.shapes.get(source.key)
+        wanted = source.stored_shape(shapes[name])
+        if stored is None:
+            problems.append(f"missing: {source.key} {list(wanted)}")
+        elif source.shape(stored) != shapes[name]:
+            problems.append(f"shape: {source.key} is {list(stored)}, expected {list(wanted)}")
+    raise_if_any(checkpoint.folder, list(dict.fromkeys(problems)))
+
+    sizes = {source: _num_bytes(checkpoint, source) for source in targets}
+    total, done = sum(sizes.values()), 0
+    for source, owners in targets.items():
+        raw = checkpoint.read(source)
+        wanted_dtype = dtype if raw.is_floating_point() else raw.dtype
+        tensor = raw.to(device=device, dtype=wanted_dtype, copy=True)  # copy: `raw` may be a view of the file
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        for name in owners:
+            _assign(module, name, parameter)
+        done += sizes[source]
+        if progress is not None:
+            progress(done, total)
+    left = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
+    assert not left, f"still on the meta device after loading (non-persistent buffers are the caller's): {left}"
+    module.eval()
+
+
+def check_complete(
+    checkpoint: TensorReader, expected: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()
+) -> None:
+    """Compares the whole checkpoint with `expected` (full name -> shape).
+
+    Raises one CheckpointError that lists wrong shapes, missing and unexpected tensors. Names matching a glob of
+    `ignored` are known and not needed.
+    """
+    ignored = tuple(ignored)
+    problems = [
+        f"shape: {name} is {list(checkpoint.shapes[name])}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if checkpoint.shapes.get(name, shape) != shape
+    ]
+    problems += [f"missing: {name} {list(expected[name])}" for name in expected if name not in checkpoint.shapes]
+    problems += [
+        f"unexpected: {name} {list(shape)}"
+        for name, shape in checkpoint.shapes.items()
+        if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignored)
+    ]
+    raise_if_any(checkpoint.folder, problems)
+
+
+def _assign(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = parameter
+    else:
+        owner._buffers[leaf] = parameter.data
+
+
+def _num_bytes(checkpoint: TensorReader, source: TensorSource) -> int:
+    count = torch.Size(checkpoint.shapes[source.key]).numel() // source.parts
+    return count * checkpoint.dtypes[source.key].itemsize

@@ -1,0 +1,108 @@
+"""Tensors in a checkpoint's files, by name: read when asked for, merged with their adapters. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.lora import Adapter
+from worldkv.models.checkpoints.modules import TensorSource
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: a file, and its name in there."""
+
+    file: Path
+    key: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    place: Place
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PthFile:
+    """Tensors of a .pth file, as safetensors' handles give theirs."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            value = self._read(path)
+        except Exception as error:  # whatever a broken file makes of itself inside torch
+            reason = str(error).split("\n")[0]
+            raise CheckpointError(f"{path.name} cannot be read as weights only: {reason}") from error
+        self.tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
+        if not self.tensors:
+            raise CheckpointError(f"{path.name} holds no tensors by name")
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any]:
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # a file of before torch 1.6 cannot be mapped
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(value, dict) and isinstance(value.get("state_dict"), dict):
+            value = value["state_dict"]
+        if not isinstance(value, dict):
+            raise ValueError(f"expected tensors by name, got {type(value).__name__}")
+        return value
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """A `TensorReader` over safetensors and .pth files. `shapes` and `dtypes` come from the headers."""
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    places: Mapping[str, Place] = field(repr=False)  # of every tensor and of every adapter's factors
+    adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
+    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as stored, or merged with its adapter, on the CPU. Perhaps a view of the file: copy it to keep."""
+        tensor = self._as_stored(name)
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            return tensor
+        return adapter.merged(tensor, self._as_stored(adapter.down), self._as_stored(adapter.up))
+
+    def read(self, source: TensorSource) -> torch.Tensor:
+        """The part of a tensor that `source` describes; only that part is read from the file."""
+        if source.parts == 1:
+            stored = self.tensor(source.key)
+            return stored.reshape(stored.shape[source.squeeze :])
+        assert source.squeeze == 0, "a source is split or squeezed, not both"
+        rows = self.shapes[source.key][0] // source.parts
+        if source.key in self.adapters:
+            return self.tensor(source.key)[source.part * rows : (source.part + 1) * rows]
+        stored = self._handle(source.key).get_slice(self.places[source.key].key)
+        part: torch.Tensor = stored[source.part * rows : (source.part + 1) * rows]
+        return part
+
+    def _as_stored(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle(name).get_tensor(self.places[name].key)
+        return tensor
+
+    def _handle(self, name: str) -> Any:
+        if name not in self.places:
+            raise CheckpointError(f"{self.folder} has no tensor {name!r}")
+        path = self.places[name].file
+        if path not in self._handles:
+            is_pth = path.suffix == ".pth"
+            self._handles[path] = PthFile(path) if is_pth else safe_open(path, framework="pt", device="cpu")
+        return self._handles[path]

@@ -1,0 +1,86 @@
+"""The program of a robot's tick, around the model's own: pixels, joints and prompt in, absolute actions out.
+
+What a robot's session remembers is part of the session's state, so whatever the engine does with a session (snapshot,
+fork, restore, park, fail) it does with that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from worldkv.models.base import ModelCard, OnHost, Outcome, Program, Row
+from worldkv.models.dreamzero.inputs import TickResult
+from worldkv.models.dreamzero.model import DreamZero, State
+from worldkv.robots.observation import Observation
+from worldkv.robots.preparation import Memory, Preparation, Prepared, Seen
+
+if TYPE_CHECKING:
+    from worldkv.kv.cache import KVCache
+    from worldkv.kv.spec import KVSpec
+    from worldkv.kv.state import KVState
+
+
+@dataclass(frozen=True)
+class RobotState:
+    """The model's state and what is remembered of the robot; immutable."""
+
+    model: State
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class RobotResult:
+    """`actions`: float32 [horizon, action_dim], absolute. `warnings`: each told once per session. `observation`: as it
+    was read; None for an imagined tick."""
+
+    actions: np.ndarray
+    model: TickResult
+    warnings: tuple[str, ...]
+    observation: Observation | None
+
+
+class RobotPolicy:
+    """A world model for the engine, whose ticks take observations. `model` computes; this prepares and finishes."""
+
+    def __init__(self, model: DreamZero, preparation: Preparation) -> None:
+        self.model = model
+        self._preparation = preparation
+
+    @property
+    def spec(self) -> KVSpec:
+        return self.model.spec
+
+    @property
+    def card(self) -> ModelCard:
+        return self.model.card
+
+    def new_state(self, old: RobotState | None = None) -> RobotState:
+        """A session that was reset forgets its frames, not its prompt nor what it was warned of."""
+        if old is None:
+            return RobotState(self.model.new_state(), Memory())
+        return RobotState(self.model.new_state(old.model), replace(old.memory, views=()))
+
+    def program(self, kv: KVState, state: RobotState, inputs: Seen) -> Program[RobotResult, RobotState]:
+        """One tick. A failed one has changed nothing, the remembered frames included."""
+        prepared: Prepared = yield OnHost(partial(self._preparation.prepare, inputs, state.memory), "preprocess")
+        outcome = yield from self.model.program(kv, state.model, prepared.inputs)
+        finish = partial(self._preparation.robot_actions, outcome.result.actions, prepared.state)
+        actions = yield OnHost(finish, "postprocess")
+        result = RobotResult(actions, outcome.result, prepared.warnings, prepared.observation)
+        return Outcome(result, RobotState(outcome.state, prepared.memory))
+
+    def forward(self, cache: KVCache, rows: Sequence[Row[Any]]) -> Sequence[object]:
+        return self.model.forward(cache, rows)
+
+    def encode(self, encoder: str, payloads: Sequence[Any]) -> Sequence[object]:
+        return self.model.encode(encoder, payloads)
+
+    def fake_inputs(self, first: bool) -> Seen:
+        """Grey cameras and a state from the middle of the training data."""
+        robot = self._preparation.embodiment
+        return self._preparation.synthetic_observation(1 if first else robot.frames_per_tick)
