@@ -15,6 +15,7 @@ from worldkv.models.checkpoints.files import CONFIG_FILE, read_json, what_it_loo
 
 FAMILIES = {  # name -> its checkpoint module
     "dreamzero": "worldkv.models.dreamzero.checkpoint",
+    "dots": "worldkv.models.dots.checkpoint",
 }
 
 
