@@ -101,7 +101,8 @@ def episode(blocks: str, kind: str, num_ticks: int = 10, window_policy: str = "r
         futures = [engine.submit(first, make_inputs(engine, tick, 1 if tick == 0 else 4))]
         if tick % 3:
             futures.append(engine.submit(second, make_inputs(engine, 100 + tick, 1 if tick == 1 else 4)))
-        results += [(future.result().video_latents, future.result().actions) for future in futures]
+        answers = [future.result().result for future in futures]
+        results += [(answer.video_latents, answer.actions) for answer in answers]
     if blocks == "graphs":
         assert len(dit.run_blocks._captured) > 1, "nothing was captured"
     engine.shutdown()

@@ -17,15 +17,21 @@ _ERROR_MODE = "thread_local"  # other threads decode videos and write recordings
 
 
 @cache
-def _memory_pool() -> Any:
-    """One for all graphs: no two of them ever run at the same time, and what they return is copied out."""
-    return torch.cuda.graph_pool_handle()
+def _memory_pool() -> tuple[Any, torch.cuda.CUDAGraph]:
+    """One for all graphs: no two of them ever run at the same time, and what they return is copied out.
+
+    The graph beside it is never dropped: a pool whose last graph went, with its engine, takes no other one.
+    """
+    pool, keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(keeper, pool=pool, capture_error_mode=_ERROR_MODE):
+        torch.zeros(1, device="cuda")
+    return pool, keeper
 
 
 def capture(function: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of what `function` does, and the tensor that it returns, which each replay fills."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode=_ERROR_MODE):
+    with torch.cuda.graph(graph, pool=_memory_pool()[0], capture_error_mode=_ERROR_MODE):
         output = function()
     return graph, output
 
