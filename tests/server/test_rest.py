@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +24,7 @@ from websockets.exceptions import ConnectionClosed
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
+from worldkv.kv.transfer import ParkJob
 from worldkv.load import load_policy
 from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.wire import pack
@@ -337,3 +339,29 @@ def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server
         slowly[0] = False
         executor.run = run
     delete(server, "busy")
+
+
+def test_metrics_and_health_answer_while_a_session_is_copied_to_the_host(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, copy = threading.Event(), threading.Event(), ParkJob.copy
+
+    def held(job: ParkJob) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        copy(job)
+
+    call(server, "POST", "/v1/sessions", {"session_id": "copied"})
+    monkeypatch.setattr(ParkJob, "copy", held)
+    thread = threading.Thread(target=call, args=(server, "POST", "/v1/sessions/copied/park"))
+    thread.start()
+    try:
+        assert begun.wait(10)
+        assert "worldkv_sessions_parked 0.0" in http_get(server.port, "/metrics")[1]
+        assert http_get(server.port, "/healthz")[0] == 200
+        assert call(server, "GET", "/v1/capacity")[0] == 200
+    finally:
+        go_on.set()
+        thread.join(10)
+    assert "worldkv_sessions_parked 1.0" in http_get(server.port, "/metrics")[1]
+    delete(server, "copied")

@@ -103,10 +103,9 @@ class Policy:
 
         Waits for the batch under way. Raises SessionBusy during the source's tick, AdmissionRefused.
         """
-        own = isinstance(source, PolicySession)
         parent = source.handle if isinstance(source, PolicySession) else source
+        origin = source.session_id if isinstance(source, PolicySession) else "a snapshot"
         handle = self.engine.fork(parent, session_id or uuid.uuid4().hex)
-        origin = source.session_id if isinstance(source, PolicySession) and own else "a snapshot"
         recorder = None if self.recorder is None else self.recorder.begin(handle.session_id, forked_from=origin)
         return PolicySession(self.engine, handle, recorder)
 
