@@ -20,8 +20,8 @@ import numpy as np
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.load import load_engine
 from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.inputs import TickInputs, TickResult
 from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.world_action import TickInputs, TickResult
 from worldkv.robots.experiment_cfg import read_embodiment
 
 

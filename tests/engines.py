@@ -13,8 +13,8 @@ import numpy as np
 from worldkv.engine.engine import Engine, EngineConfig, SessionHandle
 from worldkv.engine.session import Session
 from worldkv.load import load_engine
-from worldkv.models.dreamzero.inputs import TickInputs
 from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.world_action import TickInputs
 
 VIEWS = {"i2v": (16, 24), "ti2v": (16, 48)}  # pixels of a view: 6 and 3 tokens a frame
 

@@ -46,6 +46,12 @@ class FakeReply:
     timings: dict[str, float]
     warnings: tuple[str, ...]
     facts: Mapping[str, Any] = field(default_factory=lambda: {"restart_reason": None, "frames_cached": 1})
+    events: tuple[str, ...] = ()
+    seen: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def output(self) -> Mapping[str, Any]:
+        return {"actions": self.actions}
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,10 @@ class FakeEngine:
 
 class FakePolicy:
     engine = FakeEngine()
+    speaks = "robots"
+    greeting = METADATA
 
     def __init__(self, *, capacity: int = 16, warm: bool = True) -> None:
-        self.metadata = METADATA
         self.capacity = capacity
         self.live: dict[str | None, FakePolicySession] = {}
         self.closed: list[tuple[str | None, str]] = []

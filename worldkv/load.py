@@ -1,13 +1,14 @@
-"""From a checkpoint folder to an engine and a policy: the one place where the parts are put together."""
+"""From a checkpoint folder to an engine and an app: the one place where the parts are put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from worldkv.app import AnyApp
 from worldkv.attention.backend import check_name, choose_backend
 from worldkv.engine.core import Observer
 from worldkv.engine.engine import Engine, EngineConfig
@@ -45,6 +46,20 @@ def load_engine(
     family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
     model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
     return start_engine(model, config, device, dtype, observer=observer)
+
+
+def load_app(checkpoint: Checkpoint | Path | str, config: EngineConfig | None = None, **options: Any) -> AnyApp:
+    """The app that serves a checkpoint folder of any known family. `options`: see the family's in `APPS`.
+
+    Raises CheckpointError, also where nothing serves the family.
+    """
+    family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
+    if family not in APPS:
+        raise CheckpointError(
+            f"{checkpoint} is of the family {family}, which no app serves (those of {', '.join(APPS)} are); "
+            "worldkv.load_engine runs it from Python"
+        )
+    return APPS[family](checkpoint, config, **options)
 
 
 def _family(folder: Path | str) -> str:
@@ -94,6 +109,7 @@ def load_policy(
     checkpoint: Checkpoint | Path | str,
     config: EngineConfig | None = None,
     *,
+    base: Sequence[Path | str] = (),
     embodiment: str | Path | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -102,10 +118,11 @@ def load_policy(
 ) -> Policy:
     """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down.
 
-    `embodiment`: see `checkpoint_embodiment`. `options`: see `models.dreamzero.checkpoint.load`.
+    `base`: Wan folders for what the checkpoint lacks. `embodiment`: see
+    `checkpoint_embodiment`. `options`: see `models.dreamzero.checkpoint.load`.
     """
     if not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint.open(checkpoint)
+        checkpoint = Checkpoint.open(checkpoint, base)
     config = config or EngineConfig()
     check_name(config.attention)
     robot = checkpoint_embodiment(checkpoint, embodiment)
@@ -114,3 +131,6 @@ def load_policy(
     preparation = Preparation(robot, tokenizer)
     engine = start_engine(RobotPolicy(model, preparation), config, device, dtype, observer=observer)
     return Policy(engine, preparation, random_weights=checkpoint.random_weights)
+
+
+APPS: Mapping[str, Callable[..., AnyApp]] = {"dreamzero": load_policy}  # family -> who serves it

@@ -69,7 +69,7 @@ def test_a_healthy_server_passes_and_keeps_nothing(server: PolicyServer, capsys:
         "a chunk lasts 0.40 s",
     ):
         assert words in out
-    assert server._service.policy.engine.capacity().num_sessions == 0, "its session is deleted"
+    assert server._service.app.engine.capacity().num_sessions == 0, "its session is deleted"
 
 
 def test_what_the_server_thinks_of_ones_own_observation_is_told_with_a_picture(

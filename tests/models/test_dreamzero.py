@@ -19,9 +19,10 @@ from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_engine  # noqa: E402
 from worldkv.models.base import Encode, Forward, Request, batches_of_alike  # noqa: E402
-from worldkv.models.dreamzero.inputs import TickInputs, fill_chunk  # noqa: E402
+from worldkv.models.dreamzero.inputs import fill_chunk  # noqa: E402
 from worldkv.models.dreamzero.steps import Steps  # noqa: E402
 from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, relative_error  # noqa: E402
+from worldkv.models.world_action import TickInputs  # noqa: E402
 
 TOLERANCE = 1e-4
 

@@ -16,7 +16,7 @@ from worldkv.kv.state import KVState
 from worldkv.kv.window import Window
 from worldkv.load import start_engine
 from worldkv.models.base import Encode, ModelCard, Outcome, Program
-from worldkv.models.dreamzero.inputs import TickInputs, TickResult
+from worldkv.models.world_action import TickInputs, TickResult
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.experiment_cfg import read_embodiment
 from worldkv.robots.policy import Policy

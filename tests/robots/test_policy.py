@@ -364,7 +364,7 @@ def test_actions_that_are_not_finite_never_reach_a_robot(policy: Policy, model: 
 
 
 def test_metadata_is_the_six_keys_of_roboarena(policy: Policy) -> None:
-    assert policy.metadata == {
+    assert policy.greeting == {
         "image_resolution": [180, 320],
         "needs_wrist_camera": True,
         "n_external_cameras": 2,

@@ -183,7 +183,7 @@ def test_any_number_of_frames_is_served_by_the_newest_four(server: PolicyServer,
 
 
 def test_bad_requests_take_no_room_and_open_nothing(server: PolicyServer) -> None:
-    engine = server._service.policy.engine
+    engine = server._service.app.engine
     eventually(lambda: engine.capacity().num_sessions == len(server._service.sessions.of("")))
     before = engine.capacity()
     for number in range(20):

@@ -113,13 +113,13 @@ def test_an_overview_holds_sessions_blocks_and_rows(server: PolicyServer) -> Non
     with PolicyClient(port=server.port, session_id="arm") as robot, page(server) as socket:
         hello = hear(socket, "hello")
         assert hello["random_weights"] is True
-        assert hello["robot"]["cameras"][2]["place"] == "top, twice as wide"
+        assert hello["about"]["cameras"][2]["place"] == "top, twice as wide"
         assert hello["weight_bytes"] > 1e5
         before = hear(socket, "overview")
         robot.infer(observation(0))
         robot.infer(observation(1))
         told = hear(socket, "overview")
-        while told["rows"] == before["rows"] or not told["sessions"][0]["latency_ms"]:
+        while told["rows"] == before["rows"] or told["sessions"][0]["ticks"] < 2:
             told = hear(socket, "overview")
         (session,) = told["sessions"]
         assert (session["id"], session["ticks"], session["state"], session["connections"]) == ("arm", 2, "live", 1)
@@ -145,7 +145,7 @@ def test_a_watched_session_shows_frames_actions_and_futures_and_nobody_keeps_the
             detail = hear(socket, "detail")
             np.testing.assert_allclose(detail["actions"], actions, atol=1e-5)
             assert detail["prompt"] == "stack the cups"
-            assert [tick["restart"] for tick in detail["ticks"]] == ["first tick", None]
+            assert [tick["facts"]["restart_reason"] for tick in detail["ticks"]] == ["first tick", None]
             header, pixels = hear(socket, "observed")
             shapes = {image["name"]: image["shape"] for image in header["images"]}
             assert shapes["wrist_image_left"] == [180, 320, 3]

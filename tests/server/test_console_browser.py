@@ -133,7 +133,7 @@ def test_from_the_overview_to_two_futures_side_by_side(browser: Any, server: Pol
 
 
 def test_what_is_lost_is_asked_about_first(browser: Any, server: PolicyServer, robot: None) -> None:
-    eventually(lambda: "arm" in server._service.policy.engine.core.names, 20)
+    eventually(lambda: "arm" in server._service.app.engine.core.names, 20)
     browser.get(f"http://127.0.0.1:{server.port}/#/s/arm")
     eventually(seen(browser, "stack the cups"), 20)
     browser.find_element(By.TAG_NAME, "body").send_keys("r")
@@ -169,7 +169,7 @@ def test_a_wrong_key_is_refused_and_the_right_one_opens(browser: Any, policy: Po
 
 
 def test_it_fits_a_narrow_screen_and_shows_a_hundred_sessions(browser: Any, server: PolicyServer) -> None:
-    table, session = server._service.sessions, server._service.policy.open_session("one")
+    table, session = server._service.sessions, server._service.app.open_session("one")
     for number in range(100):  # of one engine session: the page does not know
         table._entries[f"s{number}"] = Entry(f"s{number}", session, True, last_used=time.monotonic() + 1e9)
     browser.set_window_size(390, 844)

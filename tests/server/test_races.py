@@ -9,21 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from server_fakes import (
-    FakePolicy,
-    FakePolicySession,
-    http_get,
-    infer_message,
-)
-from server_fakes import (
-    serving as fserving,
-)
+from server_fakes import FakePolicy, FakePolicySession, http_get, serving
 
 from worldkv.errors import AdmissionRefused, BadRequest, SessionNotFound
 from worldkv.server.config import ServerConfig
 from worldkv.server.metrics import Metrics
-from worldkv.server.sessions import SessionTable
-from worldkv.wire import parse_request
+from worldkv.server.sessions import Asked, SessionTable
 
 
 class Forking(FakePolicy):
@@ -77,7 +68,7 @@ def test_opening_beside_a_robots_first_tick_does_not_disable_reset():
     async def main():
         policy = Forking()
         t = table(policy)
-        request = parse_request(infer_message("x"))
+        request = Asked(named=True)
         ticked, more = asyncio.Event(), asyncio.Event()
 
         async def robot():
@@ -152,7 +143,7 @@ def test_imagined_ticks_do_not_take_the_servers_threads():
     import urllib.request
 
     policy = Imagining(capacity=64)
-    with fserving(policy) as server:
+    with serving(policy) as server:
 
         def post(path, body=None):
             r = urllib.request.Request(

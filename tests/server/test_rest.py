@@ -218,8 +218,8 @@ def test_every_operation_is_described() -> None:
     assert operations == {
         "GET /v1/sessions", "POST /v1/sessions", f"GET {one}", f"DELETE {one}", f"POST {one}/reset", f"POST {one}/park",
         f"POST {one}/snapshot", f"POST {one}/restore", f"POST {one}/fork", "GET /v1/snapshots",
-        "DELETE /v1/snapshots/{snapshot_id}", "GET /v1/capacity", "GET /v1/embodiment", f"POST {one}/imagine",
-        f"GET {one}/stream", f"GET {one}/recording",
+        "DELETE /v1/snapshots/{snapshot_id}", "GET /v1/capacity", "GET /v1/app", "GET /v1/embodiment",
+        f"POST {one}/imagine", f"GET {one}/stream", f"GET {one}/recording",
     }  # fmt: skip
     assert "Failure" in described["components"]["schemas"]
 
@@ -316,7 +316,7 @@ def test_a_snapshot_that_nobody_uses_is_given_back() -> None:
 
 
 def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server: PolicyServer) -> None:
-    engine = server._service.policy.engine
+    engine = server._service.app.engine
     executor, slowly = engine.core.executor, [True]
     run = executor.run
 

@@ -51,7 +51,7 @@ def robot(server: PolicyServer) -> Iterator[None]:
 
     thread = threading.Thread(target=drive)
     thread.start()
-    eventually(lambda: "arm" in server._service.policy.engine.core.names, 20)
+    eventually(lambda: "arm" in server._service.app.engine.core.names, 20)
     yield
     stop.set()
     thread.join()
@@ -90,7 +90,7 @@ def test_a_stream_holds_a_picture_a_tick(server: PolicyServer, robot: None) -> N
 
 def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> None:
     with serving() as server:
-        server._service.policy.recorder = Recorder(tmp_path / "recorded", {"embodiment": "oxe_droid"})
+        server._service.app.recorder = Recorder(tmp_path / "recorded", {"embodiment": "oxe_droid"})
         with PolicyClient(port=server.port, session_id="arm") as client:
             client.infer(observation(0))
             url = f"http://127.0.0.1:{server.port}/v1/sessions/arm/recording"
@@ -98,7 +98,7 @@ def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> 
                 urllib.request.urlopen(url.replace("arm", "leg"), timeout=20)
             with refused.value:
                 assert refused.value.code == 404
-            recorder = server._service.sessions.get("arm").session.recorder
+            recorder = server._service.sessions.get("arm").session.record
             assert recorder is not None
             eventually(lambda: recorder.folder is not None and (recorder.folder / "events.jsonl").is_file())
             client.infer(observation(1))
@@ -109,9 +109,9 @@ def test_a_recording_is_downloaded_while_it_runs_and_replays(tmp_path: Path) -> 
                     assert content is not None
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content.read())
-        server._service.policy.recorder.close()
+        server._service.app.recorder.close()
     (folder,) = (tmp_path / "out").iterdir()
     recording = Recording.open(folder)
     recording.require_self_contained()
     assert recording.num_ticks >= 1
-    assert list(recording.ticks(server._service.policy.embodiment))
+    assert list(recording.ticks(server._service.app.embodiment))

@@ -27,9 +27,9 @@ import torch
 from worldkv.engine.engine import Engine, EngineConfig, TickReply
 from worldkv.load import load_engine
 from worldkv.models.dreamzero.checkpoint import Checkpoint
-from worldkv.models.dreamzero.inputs import TickInputs, TickResult
 from worldkv.models.dreamzero.model import State
 from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.world_action import TickInputs, TickResult
 from worldkv.robots.experiment_cfg import read_embodiment
 
 RolloutEngine = Engine[TickInputs, State, TickResult]

@@ -13,7 +13,8 @@ import torch
 
 from worldkv.bench.watching import Bench
 from worldkv.models.dreamzero.config import DreamZeroConfig
-from worldkv.models.dreamzero.inputs import TickInputs, tiled_size
+from worldkv.models.dreamzero.inputs import tiled_size
+from worldkv.models.world_action import TickInputs
 
 TICKS_PER_WINDOW = 4  # histories of 1, 3, 5 and 7 frames
 

@@ -15,8 +15,8 @@ from worldkv.engine.engine import Engine
 from worldkv.engine.executor import LocalExecutor
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, Request
-from worldkv.models.dreamzero.inputs import TickInputs, TickResult
 from worldkv.models.dreamzero.model import DreamZero, State
+from worldkv.models.world_action import TickInputs, TickResult
 
 
 class TimedExecutor(LocalExecutor):

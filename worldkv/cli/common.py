@@ -17,6 +17,7 @@ from worldkv.show.terminal import progress, spinner
 if TYPE_CHECKING:
     import torch
 
+    from worldkv.app import AnyApp
     from worldkv.robots.policy import Policy
 
 OK, FAILED, BAD_INPUT = 0, 1, 2
@@ -26,7 +27,7 @@ EXIT_CODES = (
 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
-    """What `load_policy_for` reads, but for the checkpoint."""
+    """What `load_app_for` reads, but for the checkpoint."""
     group = command.add_argument_group("engine")
     add_device(group)
     group.add_argument(
@@ -153,12 +154,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> Policy:
-    """The policy that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
+def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> AnyApp:
+    """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     with spinner("starting up"):  # torch and the model libraries take seconds to import
-        from worldkv.load import load_policy
-        from worldkv.models.dreamzero.checkpoint import Checkpoint
+        from worldkv.load import load_app
 
         config = EngineConfig(
             block_size=arguments.block_size,
@@ -166,12 +166,12 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
             max_sessions=max_sessions,
             batch_invariant=arguments.batch_invariant,
         )
-        checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
         device = choose_device(arguments.device)
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:
-        return load_policy(
-            checkpoint,
+        return load_app(
+            arguments.checkpoint,
             config,
+            base=arguments.base,
             embodiment=arguments.embodiment,
             device=device,
             dtype=choose_dtype(arguments.dtype, device),
@@ -182,22 +182,28 @@ def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) 
         )
 
 
-def describe_model(policy: Policy, checkpoint_folder: Path) -> list[str]:
+def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> Policy:
+    """Like `load_app_for`, where only a robot's will do."""
+    app = load_app_for(arguments, max_sessions=max_sessions)
+    from worldkv.errors import CheckpointError
+    from worldkv.robots.policy import Policy
+
+    if not isinstance(app, Policy):
+        app.close()
+        app.engine.shutdown()
+        raise CheckpointError(f"{arguments.checkpoint}: expected the policy of a robot, got {app.name}")
+    return app
+
+
+def describe_model(app: AnyApp, checkpoint_folder: Path) -> list[str]:
     """What was loaded, in lines for people."""
-    engine, robot = policy.engine, policy.embodiment
-    card, cache, camera = engine.card, engine.cache_card, robot.cameras[0]
+    engine, card, cache = app.engine, app.engine.card, app.engine.cache_card
+    steps = ""
+    if "solver_steps" in card.facts:
+        steps = f", {card.facts['steps']} of {card.facts['solver_steps']} solver steps"
     return [
-        f"model      {checkpoint_folder.name}: {card.sizes}, "
-        f"{card.facts['steps']} of {card.facts['solver_steps']} solver steps",
-        f"robot      {robot.tag}: {len(robot.cameras)} cameras of {camera.width} x {camera.height}, "
-        f"{robot.action_horizon} actions of {robot.action_dim} numbers at {robot.fps:g} Hz",
+        f"model      {checkpoint_folder.name}: {card.sizes}{steps}",
+        *(f"{subject:<10} {text}" for subject, text in app.summary.items()),
         f"running    on {cache.device} in {cache.dtype}, attention by {cache.attention}",
         f"cache      {engine.capacity().explain()}",
     ]
-
-
-def is_random(checkpoint_folder: Path) -> bool:
-    """Whether nobody trained these weights: `worldkv.models.dreamzero.random` wrote them, and says so."""
-    from worldkv.models.dreamzero.folder import describe
-
-    return describe(checkpoint_folder, []).random_weights

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         socket.send(json.dumps({"watch": [arguments.session]}))
         with progress(f"filming {arguments.session}") as step:
             ticks = _ticks(socket, arguments, step)
-            write_video(arguments.output, pairs(ticks, hello["robot"]), VIDEO_HZ)
+            write_video(arguments.output, pairs(ticks, hello["about"]), VIDEO_HZ)
     print(f"{arguments.output}: {arguments.ticks} ticks, left what it saw last, right what it expected next")
     return OK
 

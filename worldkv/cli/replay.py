@@ -14,7 +14,6 @@ from worldkv.cli.common import (
     add_output,
     add_server_address,
     describe_model,
-    is_random,
     load_policy_for,
 )
 from worldkv.client import PolicyClient
@@ -144,7 +143,7 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
 def _episode(policy: Policy, arguments: argparse.Namespace) -> Episode:
     for line in describe_model(policy, arguments.checkpoint):
         print(line)
-    note = "random weights" if is_random(arguments.checkpoint) else ""
+    note = "random weights" if policy.random_weights else ""
     return Episode(policy.embodiment.fps, policy.engine.card.window_chunks, note)
 
 

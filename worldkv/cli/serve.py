@@ -12,16 +12,14 @@ from worldkv.cli.common import (
     add_api_key,
     add_engine_options,
     describe_model,
-    is_random,
-    load_policy_for,
+    load_app_for,
 )
 from worldkv.engine.config import EngineConfig
 from worldkv.server.config import ServerConfig
 from worldkv.server.logs import LISTENING, set_up_logging
 
 if TYPE_CHECKING:
-    from worldkv.robots.policy import Policy
-    from worldkv.robots.recorder import Recorder
+    from worldkv.app import AnyApp
 
 
 MORE = (
@@ -83,18 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     set_up_logging(arguments.log_format)
     tracer = None if arguments.otlp is None else TickTracer.to_collector(arguments.otlp)
-    policy = load_policy_for(arguments, max_sessions=arguments.max_sessions)
+    app = load_app_for(arguments, max_sessions=arguments.max_sessions)
     try:
         if arguments.record is not None:
-            policy.recorder = _recorder(policy, arguments)
-        server = PolicyServer(policy, config)
+            app.record(arguments.record, _about(app, arguments), 1e9 * arguments.record_limit_gb)
+        server = PolicyServer(app, config)
         if tracer is not None:
             server.trace_with(tracer)
         server.listen()
         print(f"worldkv {__version__}")
-        for line in describe_model(policy, arguments.checkpoint):
+        for line in describe_model(app, arguments.checkpoint):
             print(f"  {line}")
-        if is_random(arguments.checkpoint):
+        if app.random_weights:
             print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
@@ -102,28 +100,23 @@ def run(arguments: argparse.Namespace) -> int:
         server.run()
         print("stopped; every session was closed", flush=True)
     finally:
-        policy.close()
-        policy.engine.shutdown()
+        app.close()
+        app.engine.shutdown()
     return OK
 
 
-def _recorder(policy: Policy, arguments: argparse.Namespace) -> Recorder:
-    from worldkv.robots.recorder import Recorder
-
-    card, cache, robot = policy.engine.card, policy.engine.cache_card, policy.embodiment
-    about = {
+def _about(app: AnyApp, arguments: argparse.Namespace) -> dict[str, object]:
+    """What every recording says of where it was made."""
+    card, cache = app.engine.card, app.engine.cache_card
+    return {
         "checkpoint": arguments.checkpoint.resolve().name,
-        "random_weights": is_random(arguments.checkpoint),
-        "embodiment": robot.tag,
-        "rate_hz": robot.fps,
-        "steps": card.facts["steps"],
-        "cfg_scale": card.facts["cfg_scale"],
-        "batch_invariant": policy.engine.config.batch_invariant,
+        "random_weights": app.random_weights,
+        **{name: card.facts[name] for name in ("steps", "cfg_scale") if name in card.facts},
+        "batch_invariant": app.engine.config.batch_invariant,
         "device": cache.device,
         "dtype": cache.dtype,
         "worldkv": __version__,
     }
-    return Recorder(arguments.record, about, 1e9 * arguments.record_limit_gb)
 
 
 def _where(config: ServerConfig, port: int) -> str:

@@ -48,13 +48,12 @@ def _show(socket: ClientConnection, hello: dict[str, Any]) -> None:
 
 def lines(hello: dict[str, Any], told: dict[str, Any]) -> list[str]:
     """What is shown, for people."""
-    memory, robot = told["memory"], hello["robot"]
+    memory = told["memory"]
     used, total = memory["used"], memory["total"]
     filled = round(_BAR * used / max(total, 1))
     note = "  RANDOM WEIGHTS" if hello["random_weights"] else ""
     shown = [
-        f"worldkv {hello['version']}  {robot['embodiment']}  {hello['model']}  "
-        f"{hello['device']} {hello['attention']}{note}",
+        f"worldkv {hello['version']}  {hello['name']}  {hello['model']}  {hello['device']} {hello['attention']}{note}",
         f"{time.strftime('%H:%M:%S', time.localtime(told['now']))}  {len(told['sessions'])} sessions, "
         f"{told['num_parked']} parked, {told['num_other_sessions']} of other keys, {told['more_sessions']} more fit; "
         f"{told['in_flight']} ticks in flight; {told['refused']} refused",

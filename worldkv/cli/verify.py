@@ -14,9 +14,9 @@ from worldkv.show.terminal import Step, progress, spinner
 if TYPE_CHECKING:
     from worldkv.engine.engine import Engine
     from worldkv.models.dreamzero.checkpoint import Checkpoint
-    from worldkv.models.dreamzero.inputs import TickInputs, TickResult
     from worldkv.models.dreamzero.model import State
     from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, Tensors
+    from worldkv.models.world_action import TickInputs, TickResult
 
 _POLICY_TOLERANCE = 1e-6  # of state and actions; pixels must be equal
 

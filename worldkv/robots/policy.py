@@ -1,81 +1,98 @@
-"""A policy: robot observations in, absolute robot actions out, through an engine that it does not own.
+"""A policy: robot observations in, absolute robot actions out. The robots' app.
 
-`Policy` is what servers and scripts hold; a `PolicySession` is a handle of the engine's with a recorder beside it. What
-a session remembers lives in the engine, and so does who may do what when. Does not know the wire nor the cache.
+Does not know the wire nor the cache.
 """
 
 from __future__ import annotations
 
-import logging
-import uuid
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 
-from worldkv.errors import EngineStopped
-from worldkv.models.dreamzero.inputs import TickResult
+from worldkv.app import App, Reply, Session
+from worldkv.models.world_action import TickResult
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.observation import Observation
 from worldkv.robots.preparation import Imagined, Preparation, Seen
-from worldkv.robots.program import RobotPolicy, RobotResult, RobotState
-from worldkv.robots.recorder import Recorder, SessionRecorder
+from worldkv.robots.program import RobotPolicy, RobotResult
+from worldkv.robots.recorder import Recorder
+from worldkv.robots.schema import robot_contract
 
 if TYPE_CHECKING:
     import torch
 
-    from worldkv.engine.engine import Engine, Health, SessionHandle, SnapshotHandle, TickReply
+    from worldkv.engine.engine import Engine, TickReply
 
 __all__ = ["Imagined", "Policy", "PolicyReply", "PolicySession"]
 
-logger = logging.getLogger(__name__)
+_SHOWN_DIGITS = 5
 
 
-@dataclass(frozen=True)
-class PolicyReply:
+@dataclass(frozen=True, kw_only=True)
+class PolicyReply(Reply):
     """What one tick answers.
 
-    `actions`: float32 [horizon, action_dim], absolute joint positions in radians, then the gripper in 0..1.
-    `timings`: milliseconds: queue, preprocess, encode, commit, denoise, postprocess, and total, which is their sum.
-    `warnings`: what is probably wrong with the observation, each told once per session.
-    `facts`: what people are shown of the tick beside its timings; plain values.
-    `decode_video`: the imagined frames, uint8 [T, H, W, 3]. Waits for the decoder, which runs when nothing more urgent
-    does.
+    `actions`: float32 [horizon, action_dim], absolute joint positions in radians, then the gripper in 0..1. `result`:
+    the model's own. `observation`: as it was read; None for an imagined tick. `timings`: queue, preprocess, encode,
+    commit, denoise, postprocess, and total.
     """
 
     actions: np.ndarray
-    timings: Mapping[str, float]
     result: TickResult
-    warnings: tuple[str, ...]
-    facts: Mapping[str, str | int | float | None]
-    decode_video: Callable[[], np.ndarray]
+    observation: Observation | None
+
+    @property
+    def output(self) -> Mapping[str, object]:
+        return {"actions": self.actions}
+
+    @property
+    def shown(self) -> Mapping[str, object]:
+        said: dict[str, object] = {"actions": [_rounded(row) for row in self.actions]}
+        if self.observation is not None:
+            said["prompt"] = self.observation.prompt
+            said["state"] = {key: _rounded(value) for key, value in self.observation.state.items()}
+        return said
+
+    @property
+    def seen(self) -> Mapping[str, np.ndarray] | None:
+        if self.observation is None:
+            return None
+        return {name: frames for name, frames in self.observation.frames.items() if frames is not None}
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        reason = self.result.restart_reason
+        return () if reason is None else (f"the window restarted ({reason})",)
 
 
-class Policy:
-    """Serves one embodiment of one checkpoint: the robots' app. Thread-safe; whoever made the engine shuts it down."""
+class Policy(App[Seen, RobotResult, PolicyReply]):
+    """Serves one embodiment of one checkpoint. Thread-safe; whoever made the engine shuts it down.
+
+    Its sessions take what `read` made, or a map by the embodiment's fields, which are RoboArena's for DROID: images
+    uint8 [H, W, 3] or [T, H, W, 3], joints [7] in radians, the gripper [1] in 0..1, `prompt`.
+    """
+
+    speaks: ClassVar[str] = "robots"
 
     def __init__(
-        self,
-        engine: Engine[Seen, RobotState, RobotResult],
-        preparation: Preparation,
-        *,
-        random_weights: bool = False,
+        self, engine: Engine[Seen, Any, RobotResult], preparation: Preparation, *, random_weights: bool = False
     ) -> None:
-        self.engine = engine
-        self.random_weights = random_weights  # nobody trained them; displays say so
-        self.recorder: Recorder | None = None  # set it before the first session; `close` closes it
+        super().__init__(engine, random_weights=random_weights)
         self._preparation = preparation
-        self._warm = False
 
     @property
     def embodiment(self) -> Embodiment:
         return self._preparation.embodiment
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def name(self) -> str:
+        return self.embodiment.tag
+
+    @property
+    def greeting(self) -> dict[str, object]:
         """The six keys that RoboArena clients configure themselves from."""
         sizes = {(camera.height, camera.width) for camera in self.embodiment.cameras}
         return {
@@ -85,153 +102,42 @@ class Policy:
             **asdict(self.embodiment.roboarena),
         }
 
-    def read(self, observation: Mapping[str, Any]) -> Observation:
+    @property
+    def period_s(self) -> float:
+        return self.embodiment.action_horizon / self.embodiment.fps
+
+    def describe(self) -> dict[str, object]:
+        robot = self.embodiment
+        return {
+            **robot_contract(robot).model_dump(),
+            "layout": robot.layout,
+            "camera_size": [robot.cameras[0].height, robot.cameras[0].width],
+            "actions": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.actions],
+        }
+
+    @property
+    def summary(self) -> dict[str, str]:
+        robot, camera = self.embodiment, self.embodiment.cameras[0]
+        return {
+            "robot": f"{robot.tag}: {len(robot.cameras)} cameras of {camera.width} x {camera.height}, "
+            f"{robot.action_horizon} actions of {robot.action_dim} numbers at {robot.fps:g} Hz"
+        }
+
+    def record(self, folder: Path, about: Mapping[str, object], limit_bytes: float) -> None:
+        robot = {"embodiment": self.embodiment.tag, "rate_hz": self.embodiment.fps}
+        self.recorder = Recorder(folder, {**about, **robot}, limit_bytes)
+
+    def read(self, fields: Mapping[str, Any]) -> Observation:
         """Check what a robot sent, before any session is touched for it; `infer` takes the result as well.
 
         Raises BadRequest. Takes milliseconds: not for an event loop.
         """
-        return self._preparation.read(observation)
+        return self._preparation.read(fields)
 
-    def open_session(self, session_id: str | None = None) -> PolicySession:
-        """A new session with an empty history. Raises AdmissionRefused if there is no room for it."""
-        handle = self.engine.open_session(session_id or uuid.uuid4().hex)
-        recorder = None if self.recorder is None else self.recorder.begin(handle.session_id)
-        return PolicySession(self.engine, handle, recorder)
+    def imagined(self, noise_seed: int | None) -> Imagined:
+        return Imagined(noise_seed)
 
-    def fork(self, source: PolicySession | SnapshotHandle, session_id: str | None = None) -> PolicySession:
-        """A new session that goes on from a session as it is now, or from a snapshot; no K/V is copied.
-
-        Waits for the batch under way. Raises SessionBusy during the source's tick, AdmissionRefused.
-        """
-        parent = source.handle if isinstance(source, PolicySession) else source
-        origin = source.session_id if isinstance(source, PolicySession) else "a snapshot"
-        handle = self.engine.fork(parent, session_id or uuid.uuid4().hex)
-        recorder = None if self.recorder is None else self.recorder.begin(handle.session_id, forked_from=origin)
-        return PolicySession(self.engine, handle, recorder)
-
-    def release(self, snapshot: SnapshotHandle) -> None:
-        """Give a snapshot's references back; safe twice."""
-        self.engine.release(snapshot)
-
-    def warm_up(self) -> None:
-        """Run the two kinds of tick that robots ask for (first, later) in a session that is thrown away."""
-        self.engine.warm_up()
-        self._warm = True
-
-    def health(self) -> Health:
-        """The engine's, and not ready before `warm_up` has ended."""
-        health = self.engine.health()
-        return health if self._warm or not health.ready else replace(health, ready=False, reason="warming up")
-
-    def close(self) -> None:
-        """Write what waits to be recorded. Safe twice."""
-        if self.recorder is not None:
-            with suppress(EngineStopped):  # what was asked for before is recorded as well
-                self.engine.inspect(lambda core: None)
-            self.recorder.close()
-
-
-class PolicySession:
-    """One robot's episode: a handle of the engine's, and its recorder. Thread-safe; one tick at a time.
-
-    A tick that fails, for whatever reason, leaves the session as it was: send the same observation again.
-    """
-
-    def __init__(
-        self,
-        engine: Engine[Seen, RobotState, RobotResult],
-        handle: SessionHandle,
-        recorder: SessionRecorder | None,
-    ) -> None:
-        self.handle = handle
-        self.recorder = recorder
-        self._engine = engine
-
-    @property
-    def session_id(self) -> str:
-        return self.handle.session_id
-
-    def infer(self, observation: Observation | Mapping[str, Any], deadline: float | None = None) -> Future[PolicyReply]:
-        """Start a tick and return at once. The arrays of `observation` must not change until it is done.
-
-        `observation`: what `Policy.read` made, or a map by the embodiment's fields, which are RoboArena's for DROID:
-        images uint8 [H, W, 3] or [T, H, W, 3], joints [7] in radians, the gripper [1] in 0..1, `prompt`. Raises
-        EngineStopped. The rest arrives in the future: BadRequest, SessionBusy, SessionNotFound, SessionEnded (reset or
-        closed meanwhile), the engine's errors.
-        """
-        return self._start(observation if isinstance(observation, Observation) else dict(observation), deadline)
-
-    def imagine(self, noise_seed: int | None = None) -> Future[PolicyReply]:
-        """A tick without a robot: the future that the last one predicted is taken for observed, and the next one
-        imagined. Raises like `infer`; BadRequest where nothing was observed yet."""
-        return self._start(Imagined(noise_seed), None)
-
-    def reset(self) -> Future[None]:
-        """Forget all frames; the next tick starts a new window. A tick in flight ends with SessionEnded. Whatever is
-        asked for later comes after it."""
-        done = self._engine.reset(self.handle)
-        done.add_done_callback(lambda _: self._record("reset"))
-        return done
-
-    def close(self, reason: str) -> Future[None]:
-        """End the session and give its cache back; safe twice, the first reason stands. Nobody needs to wait."""
-        done = self._engine.close(self.handle, reason)
-        done.add_done_callback(lambda _: self._record("closed", reason=reason))
-        return done
-
-    def snapshot(self) -> SnapshotHandle:
-        """Freeze the session between two ticks. Waits for the batch under way.
-
-        Raises SessionBusy during a tick, AdmissionRefused.
-        """
-        return self._engine.snapshot(self.handle)
-
-    def restore(self, snapshot: SnapshotHandle) -> None:
-        """Go back to a snapshot of this or another session. Raises like `snapshot`."""
-        self._engine.restore(self.handle, snapshot)
-        self._record("restored")
-
-    def park(self) -> None:
-        """Move the session's K/V to host memory until its next tick. Raises SessionBusy during a tick."""
-        self._engine.park(self.handle)
-
-    def describe(self) -> dict[str, Any]:
-        """What people and programs are shown of a session; plain values."""
-        info = self._engine.describe(self.handle)
-        return {
-            "state": "parked" if info.parked else "live",
-            "busy": info.busy,
-            "frames_seen": info.num_chunks,
-            "blocks": info.num_blocks,
-            "bytes_parked": info.bytes_parked,
-        }
-
-    def _start(self, seen: Seen, deadline: float | None) -> Future[PolicyReply]:
-        answer: Future[PolicyReply] = Future()
-        answer.set_running_or_notify_cancel()  # a caller cannot cancel; reset and close do
-        submitted = self._engine.submit(self.handle, seen, deadline)
-        submitted.add_done_callback(lambda done: self._answer(done, answer))
-        return answer
-
-    def _answer(self, done: Future[TickReply[RobotResult]], answer: Future[PolicyReply]) -> None:
-        """The engine's thread: only pass the result on."""
-        error = done.exception()
-        if error is not None:
-            answer.set_exception(error)
-            return
-        ticked = done.result()
-        reply = self._reply(ticked)
-        observation = ticked.result.observation
-        if self.recorder is not None and observation is not None:
-            self.recorder.tick(observation, reply)
-        else:
-            self._record("imagined")
-        for warning in reply.warnings:
-            fields = {"event": "warning", "session": self.session_id}
-            logger.warning("session %s: %s", self.session_id, warning, extra=fields)
-        answer.set_result(reply)
-
-    def _reply(self, ticked: TickReply[RobotResult]) -> PolicyReply:
+    def reply(self, ticked: TickReply[RobotResult]) -> PolicyReply:
         result, info = ticked.result.model, ticked.info
         facts = {
             "restart_reason": result.restart_reason,
@@ -240,16 +146,24 @@ class PolicySession:
             "blocks_used": info.blocks_used,
             "blocks_free": info.blocks_free,
         }
-        warnings = ticked.result.warnings
         return PolicyReply(
-            ticked.result.actions, info.timings, result, warnings, facts, lambda: self._imagined_video(result)
+            timings=info.timings,
+            warnings=ticked.result.warnings,
+            facts=facts,
+            decode_video=lambda: self._imagined_video(result),
+            actions=ticked.result.actions,
+            result=result,
+            observation=ticked.result.observation,
         )
 
     def _imagined_video(self, result: TickResult) -> np.ndarray:
-        model = cast("RobotPolicy", self._engine.model).model
-        video = self._engine.compute(model.imagined_video(result)).result()
+        model = cast("RobotPolicy[Any]", self.engine.model).model
+        video = self.engine.compute(model.imagined_video(result)).result()
         return model.frames(cast("torch.Tensor", video), result.video_latents.shape[1])
 
-    def _record(self, event: str, **details: str) -> None:
-        if self.recorder is not None:
-            self.recorder.event(event, **details)
+
+PolicySession: TypeAlias = Session[Seen, RobotResult, PolicyReply]
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), _SHOWN_DIGITS) for value in values]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from worldkv.errors import BadRequest, WorldKVError
-from worldkv.models.dreamzero.inputs import TickInputs
+from worldkv.models.world_action import TickInputs
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.observation import Observation, read_observation
 from worldkv.robots.tiling import tile_views

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from worldkv.models.base import ModelCard, OnHost, Outcome, Program, Row
-from worldkv.models.dreamzero.inputs import TickResult
-from worldkv.models.dreamzero.model import DreamZero, State
+from worldkv.models.base import ModelCard, OnHost, Outcome, Program, Row, StateT
+from worldkv.models.world_action import TickResult, WorldActionModel
 from worldkv.robots.observation import Observation
 from worldkv.robots.preparation import Memory, Preparation, Prepared, Seen
 
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RobotState:
+class RobotState(Generic[StateT]):
     """The model's state and what is remembered of the robot; immutable."""
 
-    model: State
+    model: StateT
     memory: Memory
 
 
@@ -44,10 +43,10 @@ class RobotResult:
     observation: Observation | None
 
 
-class RobotPolicy:
+class RobotPolicy(Generic[StateT]):
     """A world model for the engine, whose ticks take observations. `model` computes; this prepares and finishes."""
 
-    def __init__(self, model: DreamZero, preparation: Preparation) -> None:
+    def __init__(self, model: WorldActionModel[StateT], preparation: Preparation) -> None:
         self.model = model
         self._preparation = preparation
 
@@ -59,13 +58,13 @@ class RobotPolicy:
     def card(self) -> ModelCard:
         return self.model.card
 
-    def new_state(self, old: RobotState | None = None) -> RobotState:
+    def new_state(self, old: RobotState[StateT] | None = None) -> RobotState[StateT]:
         """A session that was reset forgets its frames, not its prompt nor what it was warned of."""
         if old is None:
             return RobotState(self.model.new_state(), Memory())
         return RobotState(self.model.new_state(old.model), replace(old.memory, views=()))
 
-    def program(self, kv: KVState, state: RobotState, inputs: Seen) -> Program[RobotResult, RobotState]:
+    def program(self, kv: KVState, state: RobotState[StateT], inputs: Seen) -> Program[RobotResult, RobotState[StateT]]:
         """One tick. A failed one has changed nothing, the remembered frames included."""
         prepared: Prepared = yield OnHost(partial(self._preparation.prepare, inputs, state.memory), "preprocess")
         outcome = yield from self.model.program(kv, state.model, prepared.inputs)

@@ -24,8 +24,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from worldkv.robots.observation import Observation
-
 if TYPE_CHECKING:
     from worldkv.robots.policy import PolicyReply
 
@@ -113,11 +111,12 @@ class SessionRecorder:
         """Where it is written; None before there is something."""
         return self._folder
 
-    def tick(self, observation: Observation, reply: PolicyReply) -> None:
+    def tick(self, reply: PolicyReply) -> None:
+        """An answered one, with what was observed."""
         number, now = self._num_ticks, time.time()
         self._num_ticks += 1
         self._tell_gap(now)
-        if not self._recorder.put(lambda: self._write_tick(number, now, observation, reply)) and not self._gap:
+        if not self._recorder.put(lambda: self._write_tick(number, now, reply)) and not self._gap:
             self._gap = True
             logger.warning("session %s: tick %d is not recorded: the disk is behind or full", self._session_id, number)
 
@@ -136,7 +135,9 @@ class SessionRecorder:
         if self._gap and self._recorder.put(lambda: self._write_event(now, "gap", {})):
             self._gap = False
 
-    def _write_tick(self, number: int, now: float, observation: Observation, reply: PolicyReply) -> None:
+    def _write_tick(self, number: int, now: float, reply: PolicyReply) -> None:
+        observation = reply.observation
+        assert observation is not None, "an imagined tick is an event, not a tick"
         tensors = {
             f"frames.{name}": torch.from_numpy(np.array(frames))
             for name, frames in observation.frames.items()

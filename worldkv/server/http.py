@@ -19,7 +19,7 @@ from worldkv.errors import BadRequest, MessageTooLarge, Unauthorised, WorldKVErr
 from worldkv.wire import public_error
 
 if TYPE_CHECKING:
-    from worldkv.server.service import PolicyService
+    from worldkv.server.service import Service
 
 MAX_BODY_BYTES = 64 * 1024
 
@@ -45,13 +45,13 @@ _STATUS: Mapping[str, int] = {
 logger = logging.getLogger(__name__)
 
 
-def owner_of(connection: HTTPConnection, service: PolicyService) -> str:
+def owner_of(connection: HTTPConnection, service: Service) -> str:
     """Whose request this is. Raises Unauthorised without a key of this server, or for a page of another site."""
     require_own_page(connection, service)
     return service.config.owner_of(connection.headers.get("authorization"))
 
 
-def require_own_page(connection: HTTPConnection, service: PolicyService) -> None:
+def require_own_page(connection: HTTPConnection, service: Service) -> None:
     """Raises Unauthorised for a page of another site."""
     origin, host = connection.headers.get("origin"), connection.headers.get("host", "")
     if origin is not None:  # a browser sends it, with whatever page it shows; robots do not
@@ -60,7 +60,7 @@ def require_own_page(connection: HTTPConnection, service: PolicyService) -> None
             raise Unauthorised(f"origin: expected a page of this server, got {origin[:100]}")
 
 
-def error_response(service: PolicyService, request: Request, error: Exception) -> Response:
+def error_response(service: Service, request: Request, error: Exception) -> Response:
     """The same code and message as a websocket's client gets, and an id that finds the traceback in the log."""
     code, message = public_error(error)
     error_id, status = uuid.uuid4().hex[:8], _STATUS.get(code, 500)

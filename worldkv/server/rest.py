@@ -18,11 +18,10 @@ from starlette.responses import StreamingResponse
 
 from worldkv.engine.admission import Capacity
 from worldkv.errors import BadRequest, RequestTimedOut
-from worldkv.robots.schema import RobotContract, robot_contract
 from worldkv.server.console.stream import BOUNDARY, parts, require_encoder
 from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
-from worldkv.server.service import PolicyService
+from worldkv.server.service import Service
 from worldkv.server.sessions import EndReason, Entry, owned
 from worldkv.server.snapshots import HeldSnapshot
 from worldkv.wire import normalise_session_id
@@ -86,6 +85,14 @@ class Snapshots(BaseModel):
     snapshots: list[SnapshotState]
 
 
+class AppDescription(BaseModel):
+    """`speaks`: the kind of app. `about`: its own words."""
+
+    speaks: str
+    name: str
+    about: dict[str, Any]
+
+
 class Ended(BaseModel):
     ended: str
 
@@ -118,31 +125,31 @@ class Failure(BaseModel):
 _KEY = APIKeyHeader(name="Authorization", description="`Api-Key <key>`, where the server has keys", auto_error=False)
 
 
-async def _service(request: Request) -> PolicyService:
-    service: PolicyService = request.app.state.service
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
     return service
 
 
-Service = Annotated[PolicyService, Depends(_service)]
+Served = Annotated[Service, Depends(_service)]
 
 
-async def _owner(request: Request, service: Service, _: Annotated[str | None, Depends(_KEY)]) -> str:
+async def _owner(request: Request, service: Served, _: Annotated[str | None, Depends(_KEY)]) -> str:
     return owner_of(request, service)
 
 
 Owner = Annotated[str, Depends(_owner)]
 
 
-async def _ready_service(_: Owner, service: Service) -> PolicyService:
+async def _ready_service(_: Owner, service: Served) -> Service:
     await service.until_ready()
     return service
 
 
-async def _entry(session_id: str, owner: Owner, service: Service) -> Entry:
+async def _entry(session_id: str, owner: Owner, service: Served) -> Entry:
     return service.sessions.get(owned(normalise_session_id(session_id), owner))
 
 
-ReadyService = Annotated[PolicyService, Depends(_ready_service)]
+ReadyService = Annotated[Service, Depends(_ready_service)]
 OfSession = Annotated[Entry, Depends(_entry)]
 
 _FAILURES: dict[int | str, dict[str, Any]] = {
@@ -152,14 +159,14 @@ router = APIRouter(prefix="/v1", responses=_FAILURES)
 # Ids may hold slashes, so a path's end is told apart first.
 
 
-@router.get("/embodiment")
-async def describe_embodiment(_: Owner, service: Service) -> RobotContract:
-    """The robot that is served: fields, sizes, ranges and rates of its observations."""
-    return robot_contract(service.policy.embodiment)
+@router.get("/app")
+async def describe_app(_: Owner, service: Served) -> AppDescription:
+    """What is served: what a request has to hold, and what it is answered."""
+    return AppDescription(speaks=service.app.speaks, name=service.app.name, about=dict(service.app.describe()))
 
 
 @router.get("/sessions")
-async def list_sessions(owner: Owner, service: Service) -> Sessions:
+async def list_sessions(owner: Owner, service: Served) -> Sessions:
     """This key's open sessions, in the order in which they were opened."""
     return Sessions(sessions=[_state(entry) for entry in service.sessions.of(owner)])
 
@@ -187,7 +194,7 @@ async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
 
 @router.post("/sessions/{session_id:path}/imagine")
 async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | None = None) -> SessionState:
-    """A tick without a robot: what the last one predicted is taken for observed. For forks, to see a future."""
+    """A tick without a client: what the last one predicted is taken for observed. For forks, to see a future."""
     seed = body.noise_seed if body is not None else None
     with service.sessions.kept(entry):
         future = asyncio.wrap_future(entry.session.imagine(seed))
@@ -195,7 +202,7 @@ async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | N
             reply = await asyncio.wait_for(future, service.config.request_timeout_s)
         except TimeoutError:
             raise RequestTimedOut(f"no answer within {service.config.request_timeout_s:g} s") from None
-    service.ticked(entry, reply, None)
+    service.ticked(entry, reply)
     return _state(entry)
 
 
@@ -235,8 +242,8 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
 @router.get("/sessions/{session_id:path}/recording", response_class=StreamingResponse)
 async def download_recording(entry: OfSession) -> StreamingResponse:
     """What is recorded of it so far, as a tar file; for `worldkv replay --recording`."""
-    recorder = entry.session.recorder
-    folder = None if recorder is None else recorder.folder
+    record = entry.session.record
+    folder = None if record is None else record.folder
     if folder is None:
         raise BadRequest("recording: nothing is recorded of this session; start the server with --record")
     headers = {"content-disposition": f'attachment; filename="{folder.name}.tar"'}
@@ -256,28 +263,28 @@ async def read_session(entry: OfSession) -> SessionState:
 
 
 @router.delete("/sessions/{session_id:path}")
-async def delete_session(entry: OfSession, service: Service) -> Ended:
+async def delete_session(entry: OfSession, service: Served) -> Ended:
     """Close the session; its next request, if any, is told once."""
     await service.sessions.end(entry, EndReason.DELETED, "it was deleted")
     return Ended(ended=EndReason.DELETED.value)
 
 
 @router.get("/snapshots")
-async def list_snapshots(owner: Owner, service: Service) -> Snapshots:
+async def list_snapshots(owner: Owner, service: Served) -> Snapshots:
     """This key's snapshots, the oldest first."""
     return Snapshots(snapshots=[_snapshot_state(held) for held in service.snapshots.of(owner)])
 
 
 @router.delete("/snapshots/{snapshot_id}")
-async def release_snapshot(snapshot_id: str, owner: Owner, service: Service) -> Ended:
+async def release_snapshot(snapshot_id: str, owner: Owner, service: Served) -> Ended:
     service.snapshots.release(service.snapshots.get(snapshot_id, owner), "its client said so")
     return Ended(ended="released")
 
 
 @router.get("/capacity")
-async def read_capacity(_: Owner, service: Service) -> Books:
+async def read_capacity(_: Owner, service: Served) -> Books:
     """What a session costs, and how many more fit."""
-    capacity: Capacity = service.policy.engine.capacity()
+    capacity: Capacity = service.app.engine.capacity()
     return Books(**dataclasses.asdict(capacity), explanation=capacity.explain())
 
 

@@ -1,10 +1,12 @@
-"""The life of one websocket: greet, then request and reply, until an error or either side ends it.
+"""The robots' room: their sockets, and the contract that their observations have to keep.
+
+The life of one websocket: greet, then request and reply, until an error or either side ends it.
 
 While a request is served the socket is still read, so a client that leaves is noticed at once and pings are
 answered. A second request sent meanwhile waits its turn. Nothing is cancelled when a client leaves: a private
 session is closed, which ends its tick; the tick of a named one runs to its end, for the client may come back.
 
-Does not know how sessions are kept (`sessions`), nor what a policy computes.
+Does not know how sessions are kept (`sessions`), nor what the app computes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ import uuid
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from fastapi import APIRouter, FastAPI
+from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
+from worldkv.robots.schema import RobotContract
 from worldkv.server.http import owner_of
-from worldkv.server.service import PolicyService
-from worldkv.server.sessions import owned
+from worldkv.server.rest import Owner, Served
+from worldkv.server.service import Service
+from worldkv.server.sessions import Asked, owned
 from worldkv.wire import (
     RESET_REPLY,
     CloseCode,
@@ -37,15 +43,33 @@ from worldkv.wire import (
 )
 
 if TYPE_CHECKING:
-    from worldkv.robots.policy import PolicyReply
+    from worldkv.app import Reply
 
 logger = logging.getLogger(__name__)
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/embodiment")
+async def describe_embodiment(_: Owner, service: Served) -> RobotContract:
+    """The robot that is served: fields, sizes, ranges and rates of its observations."""
+    return RobotContract.model_validate(service.app.describe())
+
+
+def add_robots(api: FastAPI, service: Service) -> None:
+    """Any path upgrades to a robot's websocket."""
+
+    async def robot(websocket: WebSocket) -> None:
+        with service.counting_task():
+            await Connection(websocket, service).run()
+
+    api.routes.append(WebSocketRoute("/{path:path}", robot))
+    api.include_router(router)
 
 
 class Connection:
     """One websocket, served by `run`."""
 
-    def __init__(self, websocket: WebSocket, service: PolicyService) -> None:
+    def __init__(self, websocket: WebSocket, service: Service) -> None:
         self._websocket = websocket
         self._service = service
         self._private_id = f"connection-{uuid.uuid4().hex}"
@@ -142,9 +166,9 @@ class Connection:
         await self._service.until_ready()
         if self._gone:  # while it waited
             raise WebSocketDisconnect(1005)
-        observation = await self._service.in_thread(self._service.policy.read, request.observation)
+        observation = await self._service.in_thread(self._service.app.read, request.observation)
         self._current_id = self._session_key(request.session_id) or self._private_id
-        async with self._service.sessions.use(self._current_id, self, request, self._owner) as entry:
+        async with self._service.sessions.use(self._current_id, self, _asked(request), self._owner) as entry:
             if self._gone:  # while it was being opened
                 raise WebSocketDisconnect(1005)
             future = asyncio.wrap_future(entry.session.infer(observation))
@@ -155,12 +179,12 @@ class Connection:
                 if not future.cancelled():
                     raise  # we were, at a shutdown that does not wait
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
-        self._service.ticked(entry, reply, observation)
+        self._service.ticked(entry, reply)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
-        return pack(infer_reply(request, reply.actions, timing, reply.warnings, details))
+        return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details))
 
-    def _server_timing(self, reply: PolicyReply, infer_ms: float) -> dict[str, float]:
+    def _server_timing(self, reply: Reply, infer_ms: float) -> dict[str, float]:
         read_ms = max(0.0, infer_ms - reply.timings["total"])  # before the tick was asked for, and after it
         stages = {f"{stage}_ms": float(ms) for stage, ms in reply.timings.items() if stage != "total"}
         previous = self._previous_total_ms
@@ -214,7 +238,12 @@ class Connection:
         return f"{client.host}:{client.port}" if client else "a client"
 
 
-def _details(reply: PolicyReply) -> dict[str, Any]:
+def _asked(request: InferRequest) -> Asked:
+    named = request.session_id is not None
+    return Asked(named, request.restart, request.resume, request.observation.get("prompt"))
+
+
+def _details(reply: Reply) -> dict[str, Any]:
     """What a robot does not need but people look at: the imagined frames and how full the cache is."""
     return {"predicted_video": reply.decode_video(), "cache": dict(reply.facts)}
 

@@ -1,4 +1,4 @@
-"""`PolicyServer`: one policy, one port, robots on websockets; `worldkv.wire` says what is spoken.
+"""`PolicyServer`: one app, one port; for robots, websockets: `worldkv.wire` says what is spoken.
 
 Robots that never say when an episode ends
 ------------------------------------------
@@ -33,10 +33,10 @@ import uvicorn
 
 from worldkv.server.app import create_app
 from worldkv.server.config import ServerConfig
-from worldkv.server.service import PolicyService
+from worldkv.server.service import Service
 
 if TYPE_CHECKING:
-    from worldkv.robots.policy import Policy
+    from worldkv.app import AnyApp
     from worldkv.server.tracing import TickTracer
 
 __all__ = ["PolicyServer", "ServerConfig", "create_app"]
@@ -52,16 +52,16 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyServer:
-    """Serves `policy`, which the caller keeps owning, until told to stop. Runs once.
+    """Serves `app` (a Policy, say), which the caller keeps owning, until told to stop. Runs once.
 
     `run` blocks and ends on SIGINT or SIGTERM; `start` and `stop`, or `with`, run it on a thread.
     """
 
-    def __init__(self, policy: Policy, config: ServerConfig | None = None) -> None:
+    def __init__(self, app: AnyApp, config: ServerConfig | None = None) -> None:
         self.config = config or ServerConfig()
-        app = create_app(policy, self.config)
-        self._service: PolicyService = app.state.service
-        self._uvicorn = _Uvicorn(_uvicorn_config(app, self.config), self._service)
+        api = create_app(app, self.config)
+        self._service: Service = api.state.service
+        self._uvicorn = _Uvicorn(_uvicorn_config(api, self.config), self._service)
         self._socket: socket.socket | None = None
         self._port = self.config.port
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class PolicyServer:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, which would end its sockets with 1012 in the middle of a tick, and itself by its signal."""
 
-    def __init__(self, config: uvicorn.Config, service: PolicyService) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 

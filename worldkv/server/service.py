@@ -1,6 +1,6 @@
-"""What all connections of one app share: the policy, its sessions, whether it is ready or shuts down.
+"""What all connections of a server share: the app, its sessions, whether it is ready or shuts down.
 
-Does not know websockets or HTTP. Does not own the policy: who made it closes it.
+Does not know websockets or HTTP, nor what the app is for. Does not own the app: who made it closes it.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from worldkv.errors import AdmissionRefused, EngineStopped
@@ -22,8 +22,7 @@ from worldkv.server.snapshots import SnapshotTable
 from worldkv.wire import pack
 
 if TYPE_CHECKING:
-    from worldkv.robots.observation import Observation
-    from worldkv.robots.policy import Policy, PolicyReply
+    from worldkv.app import AnyApp, Reply
     from worldkv.server.sessions import Entry
     from worldkv.server.tracing import TickTracer
 
@@ -38,47 +37,46 @@ ticks = logging.getLogger(TICKS)
 R = TypeVar("R")
 
 
-class PolicyService:
-    """One app's. `start`, `drain` and `stop` run on its event loop."""
+class Service:
+    """One server's. `start`, `drain` and `stop` run on its event loop."""
 
     closing: asyncio.Future[None]  # done once no new request is served
 
-    def __init__(self, policy: Policy, config: ServerConfig) -> None:
+    def __init__(self, app: AnyApp, config: ServerConfig) -> None:
         self.config = config
-        self.metrics = Metrics(policy.engine)
+        self.metrics = Metrics(app.engine)
         self.connections: set[asyncio.Task[None]] = set()
         self.warm_up_error: Exception | None = None
-        self.policy = policy
+        self.app = app
         self.tracer: TickTracer | None = None
         self._connections_of: dict[object, str] = {}  # connection -> its owner
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
-        self.sessions = SessionTable(policy, config, self.metrics, self._threads)
-        self.snapshots = SnapshotTable(policy, config.max_snapshots, self.metrics)
+        self.sessions = SessionTable(app, config, self.metrics, self._threads)
+        self.snapshots = SnapshotTable(app, config.max_snapshots, self.metrics)
 
     @property
     def greeting(self) -> bytes:
         """The first message of every connection."""
-        return pack(self.policy.metadata)
+        return pack(self.app.greeting)
 
     @property
     def draining(self) -> bool:
         return self.closing.done()
 
-    def ticked(self, entry: Entry, reply: PolicyReply, observation: Observation | None) -> None:
+    def ticked(self, entry: Entry, reply: Reply) -> None:
         """A tick was answered: remembered for people, counted, logged and traced."""
         self.metrics.observe_tick(reply.timings)
-        row = entry.history.ticked(reply, observation)
+        row = entry.history.ticked(reply)
         ticks.info(
             "session %s tick %d: %.0f ms",
             entry.session_id,
             row.number,
             row.timings.get("total", 0.0),
             extra={
+                **row.facts,
                 "event": "tick",
                 "session": entry.session_id,
                 "tick": row.number,
-                "restart_reason": row.restart_reason,
-                "frames_cached": row.frames_cached,
                 "milliseconds": {stage: round(value, 2) for stage, value in row.timings.items()},
             },
         )
@@ -95,12 +93,23 @@ class PolicyService:
     def forget_connection(self, connection: object) -> None:
         self._connections_of.pop(connection, None)
 
+    @contextmanager
+    def counting_task(self) -> Iterator[None]:
+        """In the `with` the current task serves a client: a shutdown waits for it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.connections.add(task)
+        try:
+            yield
+        finally:
+            self.connections.discard(task)
+
     async def in_thread(self, function: Callable[..., R], *args: object) -> R:
         """Call something that may wait, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def start(self) -> None:
-        """Begin to warm the policy up, in the background."""
+        """Begin to warm the app up, in the background."""
         loop = asyncio.get_running_loop()
         self.closing = loop.create_future()
         self._warm: asyncio.Future[None] = loop.create_future()  # done when warm-up has ended, well or not
@@ -125,7 +134,7 @@ class PolicyService:
             return f"warm-up failed: {type(self.warm_up_error).__name__}; the server's log says more"
         loop = asyncio.get_running_loop()
         try:
-            check = loop.run_in_executor(self._threads, self.policy.health)
+            check = loop.run_in_executor(self._threads, self.app.health)
             health = await asyncio.wait_for(check, _HEALTH_TIMEOUT_S)
         except TimeoutError:
             return f"the engine did not answer within {_HEALTH_TIMEOUT_S:g} s"
@@ -165,7 +174,7 @@ class PolicyService:
         """On a thread of its own: it may take minutes."""
         error = None
         try:
-            self.policy.warm_up()
+            self.app.warm_up()
         except Exception as caught:
             error = caught
         with suppress(RuntimeError):  # the server has stopped meanwhile

@@ -1,10 +1,10 @@
-"""Which policy sessions are open, who uses them, and when they end.
+"""Which sessions are open, who uses them, and when they end.
 
 A session is named by its client (RoboArena's `session_id`) or private to one connection. A named one outlives
 its last socket for a grace time; any ends when idle for long. Whatever ends a session leaves its id behind
 with the reason, so that the next request with that id is told, once, instead of starting an empty history.
 
-Lives on the event loop; whatever of the policy may block runs on the threads it is given. Does not know
+Lives on the event loop; whatever of the app may block runs on the threads it is given. Does not know
 websockets or messages: a connection is any object.
 """
 
@@ -27,11 +27,10 @@ from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionN
 from worldkv.server.config import ServerConfig
 from worldkv.server.console.history import SessionHistory
 from worldkv.server.metrics import Metrics
-from worldkv.wire import InferRequest
 
 if TYPE_CHECKING:
+    from worldkv.app import AnyApp, AnySession
     from worldkv.engine.engine import SnapshotHandle
-    from worldkv.robots.policy import Policy, PolicySession
 
 _REMEMBERED_ENDS = 4096
 _CLOSE_S = 5.0  # for an engine to give a session's blocks back
@@ -57,12 +56,23 @@ class EndReason(StrEnum):
     SHUTDOWN = "shutdown"
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a request says about its session. `named`: its client chose the id, so it outlives the socket. `restart`:
+    forget the history first. `resume`: it must exist. `prompt`: another one is another episode, where it is unnamed."""
+
+    named: bool = False
+    restart: bool = False
+    resume: bool = False
+    prompt: object = None
+
+
 @dataclass(eq=False)
 class Entry:
     """One open session."""
 
     session_id: str
-    session: PolicySession
+    session: AnySession
     named: bool
     last_used: float  # event loop's clock
     connections: set[object] = field(default_factory=set)
@@ -98,10 +108,10 @@ class _End:
 
 
 class SessionTable:
-    """All sessions of one app."""
+    """All sessions of one server."""
 
-    def __init__(self, policy: Policy, config: ServerConfig, metrics: Metrics, threads: Executor) -> None:
-        self._policy = policy
+    def __init__(self, app: AnyApp, config: ServerConfig, metrics: Metrics, threads: Executor) -> None:
+        self._app = app
         self._config = config
         self._metrics = metrics
         self._threads = threads
@@ -114,22 +124,20 @@ class SessionTable:
         self.recent_ends: deque[EndedSession] = deque(maxlen=_SHOWN_ENDS)
 
     @asynccontextmanager
-    async def use(
-        self, session_id: str, connection: object, request: InferRequest, owner: str = ""
-    ) -> AsyncIterator[Entry]:
-        """The session that `request` is for, opened if new, its history dropped if a rule says so.
+    async def use(self, session_id: str, connection: object, asked: Asked, owner: str = "") -> AsyncIterator[Entry]:
+        """The session of a request, opened if new, its history dropped if a rule says so.
 
         It cannot expire inside the `with`. Raises SessionNotFound, once, for an id whose session has ended;
         AdmissionRefused.
         """
         entry = self._entries.get(session_id)
         if entry is None:
-            self._refuse_silent_restart(session_id, request)
-            entry = await self._open(session_id, named=request.session_id is not None, owner=owner)
-        reason = self._restart_reason(entry, request)
+            self._refuse_silent_restart(session_id, asked)
+            entry = await self._open(session_id, named=asked.named, owner=owner)
+        reason = self._restart_reason(entry, asked)
         entry.connections.add(connection)
         entry.orphaned_since = None
-        entry.prompt = request.observation.get("prompt")
+        entry.prompt = asked.prompt
         entry.uses += 1
         try:
             if reason is not None:
@@ -200,35 +208,35 @@ class SessionTable:
             elif now - entry.last_used > idle:
                 await self.end(entry, EndReason.IDLE, f"it had no request for {idle:g} s")
 
-    def _refuse_silent_restart(self, session_id: str, request: InferRequest) -> None:
+    def _refuse_silent_restart(self, session_id: str, asked: Asked) -> None:
         end = self._ended.pop(session_id, None)
         gap = self._config.episode_gap_s
-        if request.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
+        if asked.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
             return
         if end is not None:
             raise SessionNotFound(
                 f"session {session_id} has ended: {end.text}; the next request for it starts a new history"
             )
-        if request.resume:
+        if asked.resume:
             raise SessionNotFound(
                 f"session {session_id} is not known here (was the server restarted?); a request without "
                 "`resume` starts a new history"
             )
 
-    def _restart_reason(self, entry: Entry, request: InferRequest) -> str | None:
+    def _restart_reason(self, entry: Entry, asked: Asked) -> str | None:
         """Why this request begins an episode; None: it goes on, or there is nothing to forget."""
         silent_for, gap = self._now() - entry.last_used, self._config.episode_gap_s
         if not entry.has_history:
             return None
-        if request.restart:
+        if asked.restart:
             return "the request says so"
         if gap is not None and silent_for > gap and not entry.uses:
             return f"{silent_for:.1f} s without a request"
-        if not entry.named and _differ(entry.prompt, request.observation.get("prompt")):
+        if not entry.named and _differ(entry.prompt, asked.prompt):
             return "another prompt"
         return None
 
-    async def open(self, session_id: str, owner: str, source: PolicySession | SnapshotHandle | None = None) -> Entry:
+    async def open(self, session_id: str, owner: str, source: AnySession | SnapshotHandle | None = None) -> Entry:
         """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
         if session_id in self._entries:
             raise BadRequest(_taken(session_id))
@@ -271,7 +279,7 @@ class SessionTable:
         *,
         named: bool,
         owner: str,
-        source: PolicySession | SnapshotHandle | None = None,
+        source: AnySession | SnapshotHandle | None = None,
         taken_is_wrong: bool = False,
     ) -> Entry:
         async with self._opening.setdefault(session_id, asyncio.Lock()):
@@ -302,11 +310,11 @@ class SessionTable:
                 raise EngineStopped("the server is shutting down")
             return entry
 
-    async def _admitted(self, session_id: str, source: PolicySession | SnapshotHandle | None) -> PolicySession:
-        """A new session of the policy's. Sessions that hold a place but no history give it up first."""
+    async def _admitted(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
+        """A new session of the app's. Sessions that hold a place but no history give it up first."""
         if self._closed:
             raise EngineStopped("the server is shutting down")
-        make = self._policy.open_session if source is None else partial(self._policy.fork, source)
+        make = self._app.open_session if source is None else partial(self._app.fork, source)
         try:
             return await self._in_thread(make, session_id)
         except AdmissionRefused as refused:

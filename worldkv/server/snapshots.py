@@ -15,8 +15,8 @@ from worldkv.errors import AdmissionRefused, SnapshotNotFound
 from worldkv.server.metrics import Metrics
 
 if TYPE_CHECKING:
+    from worldkv.app import AnyApp
     from worldkv.engine.engine import SnapshotHandle
-    from worldkv.robots.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ class HeldSnapshot:
 
 
 class SnapshotTable:
-    """All snapshots of one app. One key may hold `limit` of them."""
+    """All snapshots of one server. One key may hold `limit` of them."""
 
-    def __init__(self, policy: Policy, limit: int, metrics: Metrics) -> None:
-        self._policy = policy
+    def __init__(self, app: AnyApp, limit: int, metrics: Metrics) -> None:
+        self._app = app
         self._metrics = metrics
         self._limit = limit
         self._held: dict[str, HeldSnapshot] = {}
@@ -51,7 +51,7 @@ class SnapshotTable:
         try:
             self.require_room(owner)
         except AdmissionRefused:
-            self._policy.release(snapshot)
+            self._app.release(snapshot)
             raise
         held = HeldSnapshot(uuid.uuid4().hex, owner, session_id, snapshot)
         self._held[held.snapshot_id] = held
@@ -74,7 +74,7 @@ class SnapshotTable:
         """Safe twice."""
         if self._held.pop(held.snapshot_id, None) is not None:
             self._metrics.snapshots.set(len(self._held))
-            self._policy.release(held.snapshot)
+            self._app.release(held.snapshot)
             logger.info("snapshot %s of session %s released: %s", held.snapshot_id, held.session_id, why)
 
     def release_unused(self, seconds: float) -> None:

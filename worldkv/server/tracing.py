@@ -50,8 +50,7 @@ class TickTracer:
         attributes = {
             "worldkv.session": session_id,
             "worldkv.tick": row.number,
-            "worldkv.frames_cached": row.frames_cached,
-            "worldkv.restart_reason": row.restart_reason or "",
+            **{f"worldkv.{name}": "" if value is None else value for name, value in row.facts.items()},
             "worldkv.imagined": row.imagined,
         }
         tick = self._tracer.start_span("tick", start_time=begin, attributes=attributes)

@@ -1,46 +1,15 @@
-"""What one DreamZero tick is given and gives, and the checks of what it is given. Runs nothing."""
+"""Checks of what one DreamZero tick is given. Runs nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import torch
 
 from worldkv.errors import BadRequest
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
+from worldkv.models.world_action import TickInputs
 
 Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
-
-
-@dataclass(frozen=True)
-class TickInputs:
-    """What one tick is given. `state` is normalised and zero-padded; `frames` are tiled camera images.
-
-    An imagined tick has no frames: it takes `latents` for observed, or else what the tick before predicted. Noise
-    that is None is drawn from `noise_seed`, or else the model's own, the same at every tick, as the reference does.
-    """
-
-    frames: np.ndarray | None  # uint8 [T, H, W, 3]; T == 1 restarts the window
-    state: np.ndarray  # float64 [1, max_state_dim]
-    token_ids: np.ndarray  # int64 [1, text_len]
-    attention_mask: np.ndarray  # int64 [1, text_len]
-    latents: torch.Tensor | None = None  # [C, F, h, w], in place of frames
-    noise_seed: int | None = None
-    noise_video: torch.Tensor | None = None  # [1, C, F, h, w]
-    noise_action: torch.Tensor | None = None  # [1, horizon, action_dim]
-
-
-@dataclass(frozen=True)
-class TickResult:
-    """What one tick gives. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
-
-    actions: np.ndarray  # float32 [horizon, action_dim]
-    video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk
-    observed_latents: torch.Tensor  # [C, F', h, w], what this tick committed
-    restart_reason: str | None
-    start_frame: int  # frame index at which the denoised chunk starts: so many are history
 
 
 def fill_chunk(frames: np.ndarray, frames_per_chunk: int) -> np.ndarray:

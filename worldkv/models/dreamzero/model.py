@@ -26,13 +26,14 @@ from worldkv.kv.window import Window, WindowPolicy
 from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Request, Row, batches_of_alike
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
-from worldkv.models.dreamzero.inputs import Prompt, TickInputs, TickResult, check_inputs, fill_chunk, tiled_size
+from worldkv.models.dreamzero.inputs import Prompt, check_inputs, fill_chunk, tiled_size
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
 from worldkv.models.graphs import GraphedCall
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.dit import ForwardPlans
 from worldkv.models.wan.encoders import WanEncoders
+from worldkv.models.world_action import TickInputs, TickResult
 
 CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes

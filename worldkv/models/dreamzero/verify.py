@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from worldkv.errors import CheckpointError
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, Request
-from worldkv.models.dreamzero.inputs import Prompt, TickInputs, TickResult
+from worldkv.models.dreamzero.inputs import Prompt
 from worldkv.models.dreamzero.model import BRANCHES, CONDITIONAL, DreamZero
 from worldkv.models.dreamzero.steps import FIXED_STEPS, Steps
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD
+from worldkv.models.world_action import TickInputs, TickResult
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,21 +10,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from worldkv.robots.observation import Observation
-    from worldkv.robots.policy import PolicyReply
+    from worldkv.app import Reply
 
 _MAX_TICKS, _MAX_EVENTS = 120, 100
 
 
 @dataclass(frozen=True)
 class TickRow:
-    """One answered tick. `at`: seconds since 1970. `timings`: milliseconds by stage, and `total`."""
+    """One answered tick. `at`: seconds since 1970. `timings`: milliseconds by stage, and `total`. `facts`: the
+    app's own, see `Reply`."""
 
     number: int
     at: float
     timings: Mapping[str, float]
-    restart_reason: str | None
-    frames_cached: int
+    facts: Mapping[str, str | int | float | None]
     imagined: bool
 
 
@@ -36,11 +35,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest tick whole. `observation` is None for an imagined one."""
+    """The newest tick whole."""
 
     row: TickRow
-    observation: Observation | None
-    reply: PolicyReply
+    reply: Reply
 
 
 @dataclass(eq=False)
@@ -63,25 +61,15 @@ class SessionHistory:
     def happened(self, text: str) -> None:
         self.events.append(Event(time.time(), text))
 
-    def ticked(self, reply: PolicyReply, observation: Observation | None) -> TickRow:
-        facts = reply.facts
-        reason, frames = facts["restart_reason"], facts["frames_cached"]
-        row = TickRow(
-            self.num_ticks,
-            time.time(),
-            dict(reply.timings),
-            None if reason is None else str(reason),
-            int(frames or 0),
-            observation is None,
-        )
+    def ticked(self, reply: Reply) -> TickRow:
+        imagined = reply.seen is None
+        row = TickRow(self.num_ticks, time.time(), dict(reply.timings), dict(reply.facts), imagined)
         self.num_ticks += 1
         self.ticks.append(row)
-        if reason is not None:
-            self.happened(f"tick {row.number}: the window restarted ({reason})")
-        for warning in reply.warnings:
-            self.happened(f"tick {row.number}: {warning}")
+        for text in (*reply.events, *reply.warnings):
+            self.happened(f"tick {row.number}: {text}")
         if self.num_viewers:
-            self.latest = Latest(row, observation, reply)
+            self.latest = Latest(row, reply)
         return row
 
     def looked_at(self) -> None:

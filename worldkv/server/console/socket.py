@@ -28,7 +28,7 @@ from worldkv.wire import CloseCode, close_code, public_error
 
 if TYPE_CHECKING:
     from worldkv.engine.stats import BlockMap
-    from worldkv.server.service import PolicyService
+    from worldkv.server.service import Service
 
 PERIOD_S = 0.5
 _KEY_WITHIN_S = 10.0
@@ -43,7 +43,7 @@ _HEADERS = {
 logger = logging.getLogger(__name__)
 
 
-def console_routes(service: PolicyService) -> list[BaseRoute]:
+def console_routes(service: Service) -> list[BaseRoute]:
     """The page at /, its files, its socket."""
     feeds = _Feeds(service)
 
@@ -64,7 +64,7 @@ def console_routes(service: PolicyService) -> list[BaseRoute]:
 class _Feeds:
     """What all viewers share: one look at the blocks for all of them."""
 
-    def __init__(self, service: PolicyService) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         self._blocks: BlockMap | None = None
         self._looked_at = 0.0
@@ -73,7 +73,7 @@ class _Feeds:
     async def blocks(self) -> BlockMap:
         async with self._lock:
             if self._blocks is None or time.monotonic() - self._looked_at > PERIOD_S / 2:
-                self._blocks = await self._service.in_thread(self._service.policy.engine.block_map)
+                self._blocks = await self._service.in_thread(self._service.app.engine.block_map)
                 self._looked_at = time.monotonic()
             return self._blocks
 
@@ -81,7 +81,7 @@ class _Feeds:
 class _Viewer:
     """One open page."""
 
-    def __init__(self, websocket: WebSocket, service: PolicyService, feeds: _Feeds) -> None:
+    def __init__(self, websocket: WebSocket, service: Service, feeds: _Feeds) -> None:
         self._websocket = websocket
         self._service = service
         self._feeds = feeds
@@ -165,16 +165,15 @@ class _Viewer:
                 await asyncio.wait_for(self._changed.wait(), PERIOD_S)
 
     async def _send_session(self, name: str, entry: Entry, sent: Hashable) -> None:
-        robot = self._service.policy.embodiment
         state_now = entry.history.mark
         if state_now == sent:
             return
         self._watched[name] = (entry, state_now)
-        await self._websocket.send_json(state.detail(entry, robot.action_horizon / robot.fps))
+        await self._websocket.send_json(state.detail(entry, self._service.app.period_s))
         latest = entry.history.latest
         if latest is None:
             return
-        observed = state.frames(entry, [camera.name for camera in robot.cameras])
+        observed = state.frames(entry)
         if observed is not None:
             await self._websocket.send_bytes(observed)
         try:

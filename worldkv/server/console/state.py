@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from worldkv import __version__
-from worldkv.robots.schema import robot_contract
 from worldkv.server.sessions import Entry
 
 if TYPE_CHECKING:
     from worldkv.engine.stats import BlockMap
     from worldkv.server.console.history import Latest, TickRow
-    from worldkv.server.service import PolicyService
+    from worldkv.server.service import Service
     from worldkv.server.snapshots import HeldSnapshot
 
 _SPARKLINE = 40  # ticks
@@ -26,9 +25,9 @@ _MAX_WIDTH = 320  # pixels of an imagined frame that is sent
 FREE, CONDITIONING, SNAPSHOT, OTHERS, FIRST_SESSION = range(5)  # what the map's cells are; sessions follow
 
 
-def hello(service: PolicyService) -> dict[str, Any]:
+def hello(service: Service) -> dict[str, Any]:
     """What does not change while the server runs."""
-    engine, robot = service.policy.engine, service.policy.embodiment
+    app, engine = service.app, service.app.engine
     card, cache = engine.card, engine.cache_card
     return {
         "type": "hello",
@@ -40,22 +39,19 @@ def hello(service: PolicyService) -> dict[str, Any]:
         "branches": list(cache.branches),
         "window_frames": card.window_chunks,
         "block_size": cache.block_size,
-        "random_weights": service.policy.random_weights,
+        "random_weights": app.random_weights,
         "weight_bytes": card.num_weight_bytes,
-        "records": service.policy.recorder is not None,
+        "records": app.recorder is not None,
         "keys": service.config.api_key is not None,
-        "robot": {
-            **robot_contract(robot).model_dump(),
-            "layout": robot.layout,
-            "camera_size": [robot.cameras[0].height, robot.cameras[0].width],
-            "actions": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.actions],
-        },
+        "app": app.speaks,
+        "name": app.name,
+        "about": app.describe(),
     }
 
 
-def overview(service: PolicyService, owner: str, blocks: BlockMap) -> dict[str, Any]:
+def overview(service: Service, owner: str, blocks: BlockMap) -> dict[str, Any]:
     """The page's first view, for one key: its own sessions by name, those of others as blocks."""
-    engine = service.policy.engine
+    engine = service.app.engine
     stats, capacity = engine.stats(), engine.capacity()
     mine = service.sessions.of(owner)
     errors = service.metrics.error_counts()
@@ -88,7 +84,7 @@ def overview(service: PolicyService, owner: str, blocks: BlockMap) -> dict[str, 
     }
 
 
-def detail(entry: Entry, chunk_s: float) -> dict[str, Any]:
+def detail(entry: Entry, period_s: float) -> dict[str, Any]:
     """Of one session that is looked at."""
     history, latest = entry.history, entry.history.latest
     return {
@@ -97,19 +93,18 @@ def detail(entry: Entry, chunk_s: float) -> dict[str, Any]:
         "tick": history.num_ticks - 1,
         "parent": history.parent,
         "connections": len(entry.connections),
-        "ticks": [_row(row, chunk_s) for row in history.ticks],
+        "ticks": [_row(row, period_s) for row in history.ticks],
         "events": [{"at": event.at, "text": event.text} for event in history.events],
-        **({} if latest is None else _latest(latest)),
+        **({} if latest is None else latest.reply.shown),
     }
 
 
-def frames(entry: Entry, robot_cameras: Sequence[str]) -> bytes | None:
-    """The cameras' newest frames as one binary message; None where there are none."""
+def frames(entry: Entry) -> bytes | None:
+    """The newest frames of what its tick was shown, as one binary message; None where there are none."""
     latest = entry.history.latest
-    if latest is None or latest.observation is None:
+    if latest is None or latest.reply.seen is None:
         return None
-    seen = {name: latest.observation.frames.get(name) for name in robot_cameras}
-    images = {name: np.ascontiguousarray(stack[-1]) for name, stack in seen.items() if stack is not None}
+    images = {name: np.ascontiguousarray(stack[-1]) for name, stack in latest.reply.seen.items()}
     header = {
         "type": "observed",
         "id": entry.public_id,
@@ -133,8 +128,8 @@ def packed(header: Mapping[str, Any], *arrays: np.ndarray) -> bytes:
     return b"".join([struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)])
 
 
-def _session(service: PolicyService, entry: Entry) -> dict[str, Any]:
-    history, robot = entry.history, service.policy.embodiment
+def _session(service: Service, entry: Entry) -> dict[str, Any]:
+    history = entry.history
     rows = list(history.ticks)[-_SPARKLINE:]
     last = rows[-1].timings["total"] / 1e3 if rows else None
     said = entry.session.describe()
@@ -143,7 +138,7 @@ def _session(service: PolicyService, entry: Entry) -> dict[str, Any]:
         "parent": history.parent,
         "ticks": history.num_ticks,
         "latency_ms": [round(row.timings["total"], 1) for row in rows],
-        "margin_s": None if last is None else robot.action_horizon / robot.fps - last,
+        "margin_s": None if last is None else service.app.period_s - last,
         "idle_s": max(0.0, time.time() - rows[-1].at) if rows else None,
         "connections": len(entry.connections),
         "named": entry.named,
@@ -156,26 +151,16 @@ def _snapshot(held: HeldSnapshot) -> dict[str, Any]:
     return {"id": held.snapshot_id, "session": held.session_id, "frames": frames}
 
 
-def _row(row: TickRow, chunk_s: float) -> dict[str, Any]:
+def _row(row: TickRow, period_s: float) -> dict[str, Any]:
     timings = {stage: round(value, 2) for stage, value in row.timings.items()}
     return {
         "tick": row.number,
         "at": row.at,
         "timings": timings,
-        "restart": row.restart_reason,
-        "frames": row.frames_cached,
+        "facts": dict(row.facts),
         "imagined": row.imagined,
-        "margin_s": round(chunk_s - row.timings["total"] / 1e3, 3),
+        "margin_s": round(period_s - row.timings["total"] / 1e3, 3),
     }
-
-
-def _latest(latest: Latest) -> dict[str, Any]:
-    observation = latest.observation
-    said: dict[str, Any] = {"actions": [[round(float(v), 5) for v in row] for row in latest.reply.actions]}
-    if observation is not None:
-        said["prompt"] = observation.prompt
-        said["state"] = {key: [round(float(v), 5) for v in value] for key, value in observation.state.items()}
-    return said
 
 
 def _cells(blocks: BlockMap, mine: Sequence[str]) -> dict[str, Any]:

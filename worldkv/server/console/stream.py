@@ -1,4 +1,4 @@
-"""A session's frames as a stream that any browser or player shows: multipart JPEG, newest cameras, tick by tick."""
+"""A session's frames as a stream that any browser or player shows: multipart JPEG, the newest seen, tick by tick."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from worldkv.server.sessions import Entry
 
 if TYPE_CHECKING:
     from worldkv.server.console.history import Latest
-    from worldkv.server.service import PolicyService
+    from worldkv.server.service import Service
 
 BOUNDARY = "frame"
 _POLL_S = 0.1
@@ -28,30 +28,27 @@ def require_encoder() -> None:
         raise BadRequest("stream: the server needs PyAV for it: pip install 'worldkv[video]'") from error
 
 
-async def parts(service: PolicyService, entry: Entry) -> AsyncIterator[bytes]:
+async def parts(service: Service, entry: Entry) -> AsyncIterator[bytes]:
     """A JPEG for every tick that is answered from now on, until the session ends or the viewer leaves."""
-    names = [camera.name for camera in service.policy.embodiment.cameras]
     shown = -1
     entry.history.looked_at()
     try:
         while not service.draining and service.sessions.is_open(entry):
             latest = entry.history.latest
-            if latest is None or latest.row.number == shown or latest.observation is None:
+            if latest is None or latest.row.number == shown or latest.row.imagined:
                 await asyncio.sleep(_POLL_S)
                 continue
             shown = latest.row.number
-            picture = await service.in_thread(jpeg_of, latest, names)
+            picture = await service.in_thread(jpeg_of, latest)
             head = f"--{BOUNDARY}\r\ncontent-type: image/jpeg\r\ncontent-length: {len(picture)}\r\n\r\n"
             yield head.encode() + picture + b"\r\n"
     finally:
         entry.history.left()
 
 
-def jpeg_of(latest: Latest, names: list[str]) -> bytes:
-    """The cameras' newest frames side by side."""
-    assert latest.observation is not None
-    stacks = [latest.observation.frames.get(name) for name in names]
-    images = [stack[-1] for stack in stacks if stack is not None]
+def jpeg_of(latest: Latest) -> bytes:
+    """What a tick was shown, the newest frames side by side."""
+    images = [stack[-1] for stack in (latest.reply.seen or {}).values()]
     tallest = max(image.shape[0] for image in images)
     padded = [np.pad(image, ((0, tallest - image.shape[0]), (0, 0), (0, 0))) for image in images]
     return jpeg(np.concatenate(padded, axis=1))

@@ -112,7 +112,7 @@ export function stageBars(canvas, ticks, chunkSeconds) {
       context.fillRect(44 + index * bar, y - tall, Math.max(1, bar - 2), tall);
       y -= tall;
     }
-    if (tick.restart) {
+    if (tick.facts.restart_reason) {
       context.fillStyle = colour("orange");
       context.fillRect(44 + index * bar, height - 2, Math.max(1, bar - 2), 2);
     }

@@ -45,8 +45,8 @@ function hear(message) {
     backoff = 500;
     banner.hidden = true;
     setStatus("live", "live");
-    const { model, device, dtype, attention, robot } = message;
-    text(document.getElementById("model"), `${robot.embodiment} · ${model} · ${device}, ${dtype}, ${attention}`);
+    const { model, device, dtype, attention, name } = message;
+    text(document.getElementById("model"), `${name} · ${model} · ${device}, ${dtype}, ${attention}`);
     document.getElementById("random").hidden = !message.random_weights;
     told.details.clear();
     route();

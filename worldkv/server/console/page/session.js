@@ -137,7 +137,7 @@ class Panel {
     text(this.prompt, detail.prompt ? `“${detail.prompt}”` : imagined || "It is shown from its next tick on.");
     this.showActions(detail, hello);
     showState(this.state, detail.state);
-    stageBars(this.bars, detail.ticks, hello.robot.chunk_s);
+    stageBars(this.bars, detail.ticks, hello.about.chunk_s);
     showLog(this.log, detail.events);
     this.showTree(ids, overview);
   }
@@ -145,7 +145,7 @@ class Panel {
   showCameras(hello) {
     const images = this.told.observed.get(this.id);
     if (!images) return;
-    for (const { name, place } of hello.robot.cameras) {
+    for (const { name, place } of hello.about.cameras) {
       let figure = this.cameras.querySelector(`[data-name="${name}"]`);
       if (!figure) {
         const wide = place.startsWith("top, twice") || place.startsWith("the whole");
@@ -159,9 +159,9 @@ class Panel {
 
   showActions(detail, hello) {
     if (!detail.actions) return;
-    const names = hello.robot.actions.flatMap(({ key, dim }) => Array.from({ length: dim }, (_, n) => (dim > 1 ? `${key} ${n + 1}` : key)));
+    const names = hello.about.actions.flatMap(({ key, dim }) => Array.from({ length: dim }, (_, n) => (dim > 1 ? `${key} ${n + 1}` : key)));
     const since = Date.now() / 1000 - detail.ticks.at(-1).at;
-    const executed = Math.min(detail.actions.length - 1, Math.max(0, Math.floor(since * hello.robot.rate_hz)));
+    const executed = Math.min(detail.actions.length - 1, Math.max(0, Math.floor(since * hello.about.rate_hz)));
     actionCurves(this.curves, names, detail.actions, this.told.before.get(this.id), executed);
   }
 
@@ -216,7 +216,7 @@ function card(title, ...content) {
 
 function describe(session, hello) {
   const parts = [session.busy ? "busy" : session.state, `${session.frames_seen} of ${hello.window_frames} frames`, count(session.ticks, "tick")];
-  if (session.margin_s !== null) parts.push(`${session.margin_s.toFixed(2)} s to spare of ${hello.robot.chunk_s.toFixed(2)}`);
+  if (session.margin_s !== null) parts.push(`${session.margin_s.toFixed(2)} s to spare of ${hello.about.chunk_s.toFixed(2)}`);
   parts.push(session.connections ? count(session.connections, "socket") : "no socket");
   return parts.join(" · ");
 }
