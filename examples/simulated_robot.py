@@ -33,6 +33,7 @@ from worldkv.errors import WorldKVError
 from worldkv.show.episode import tile_cameras
 from worldkv.show.terminal import spinner
 from worldkv.show.video import write_video
+from worldkv_client import ServerAddress
 
 CONTROL_HZ = 15
 HORIZON = 24  # actions in a reply, all of which are executed
@@ -232,7 +233,7 @@ def drive(robot: SimulatedRobot, policy: PolicyClient, num_ticks: int) -> np.nda
 def connect(url: str | None) -> Iterator[PolicyClient]:
     """A client of the server at `url`, or of one that is started on a tiny random checkpoint and stopped afterwards."""
     if url is not None:
-        with PolicyClient(url, None, api_key=os.environ.get("WORLDKV_API_KEY")) as policy:
+        with PolicyClient(url, api_key=os.environ.get("WORLDKV_API_KEY")) as policy:
             print(f"policy    {url}")
             yield policy
         return
@@ -253,7 +254,7 @@ def run(make_robot: Callable[[int], SimulatedRobot], name: str, description: str
     """An example's command line; `make_robot(seed)`. Returns the exit code: a mistake is one line and 2."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ticks", type=int, default=6, help="replies to execute, 1.6 s of robot time each (6)")
-    options.add_argument("--url", help="ws://HOST:PORT of a server, key in WORLDKV_API_KEY (default: start one)")
+    options.add_argument("--url", help="HOST:PORT of a server, key in WORLDKV_API_KEY (default: start one)")
     options.add_argument("--output", type=Path, default=Path(f"{name}.mp4"), help=f"the video ({name}.mp4)")
     options.add_argument("--seed", type=int, default=0, help="of the simulator's start (0)")
     arguments = options.parse_args(argv)
@@ -261,8 +262,8 @@ def run(make_robot: Callable[[int], SimulatedRobot], name: str, description: str
     try:
         if arguments.ticks < 1:
             raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
-        if arguments.url is not None and not arguments.url.startswith(("ws://", "wss://")):
-            raise ValueError(f"--url: expected ws://HOST:PORT, got {arguments.url!r}")
+        if arguments.url is not None:
+            ServerAddress.parse(arguments.url)  # before a simulator is started for it
         robot = make_robot(arguments.seed)
         try:
             print(f'robot     {name}, "{robot.prompt}"\ncameras   {robot.renderer}')

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from worldkv_client.wire import (
+    CONTROL_FIELDS,
     DEFAULT_MAX_BYTES,
     MAX_SESSION_ID_CHARACTERS,
     RESET_REPLY,
     CloseCode,
     Dialect,
+    Encoding,
     InferRequest,
     ResetRequest,
     close_code,
@@ -17,15 +19,21 @@ from worldkv_client.wire import (
     pack,
     parse_request,
     public_error,
+    read_request,
+    require_no_near_miss,
+    shown_name,
     unpack,
+    unpack_encoded,
 )
 
 __all__ = [
+    "CONTROL_FIELDS",
     "DEFAULT_MAX_BYTES",
     "MAX_SESSION_ID_CHARACTERS",
     "RESET_REPLY",
     "CloseCode",
     "Dialect",
+    "Encoding",
     "InferRequest",
     "ResetRequest",
     "close_code",
@@ -35,5 +43,9 @@ __all__ = [
     "pack",
     "parse_request",
     "public_error",
+    "read_request",
+    "require_no_near_miss",
+    "shown_name",
     "unpack",
+    "unpack_encoded",
 ]

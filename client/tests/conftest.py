@@ -1,14 +1,19 @@
-"""Lets two threads wait for a third on PyPy 3.9, where that may raise: pypy/pypy issue 5079, mended in later releases.
+"""No proxy of this machine's surroundings comes between the tests; and one patch of PyPy 3.9.
 
-The socket's thread is waited for that way. PyPy only stands in for an old CPython here: the package has no such patch.
+There two threads that wait for a third may raise (pypy/pypy issue 5079, mended in later releases); a socket's thread is
+waited for that way. PyPy only stands in for an old CPython here: the package has no such patch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import sys
 import threading
+
+for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[variable]
 
 if platform.python_implementation() == "PyPy" and sys.version_info < (3, 11):
     wait_once = threading.Thread._wait_for_tstate_lock  # type: ignore[attr-defined]

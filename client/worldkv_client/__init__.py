@@ -1,6 +1,6 @@
-"""The robot's side of worldkv: `PolicyClient`, `ActionBroker`, and every error. Nothing is loaded before it is used.
+"""The robot's side of worldkv: `PolicyClient`, `ActionBroker`, `ServerAddress`, and every error.
 
-Needs Python 3.9, numpy, msgpack and websockets. Knows no server, no model and no torch.
+Nothing is loaded before it is used. Needs Python 3.9, numpy, msgpack and websockets. Knows no server, no model and no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from worldkv_client.address import ServerAddress
     from worldkv_client.broker import ActionBroker, Client, frame_offsets
     from worldkv_client.client import PolicyClient
     from worldkv_client.errors import (
@@ -47,6 +48,7 @@ __all__ = [
     "PolicyClient",
     "RemoteError",
     "RequestTimedOut",
+    "ServerAddress",
     "SessionBusy",
     "SessionEnded",
     "SessionNotFound",
@@ -56,7 +58,13 @@ __all__ = [
     "frame_offsets",
 ]
 
-_MODULES = {"PolicyClient": "client", "ActionBroker": "broker", "Client": "broker", "frame_offsets": "broker"}
+_MODULES = {
+    "ActionBroker": "broker",
+    "Client": "broker",
+    "PolicyClient": "client",
+    "ServerAddress": "address",
+    "frame_offsets": "broker",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -27,9 +27,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.sync.client import ClientConnection
 
+from worldkv_client.address import ServerAddress
+from worldkv_client.dialling import AUTO, Route
 from worldkv_client.errors import BadRequest, ConnectionLost, RemoteError
 from worldkv_client.wire import (
     DEFAULT_MAX_BYTES,
@@ -54,16 +56,18 @@ logger = logging.getLogger(__name__)
 class PolicyClient:
     """A robot's connection to a policy server, in either dialect.
 
-    `host`: a name or address, or a URI such as `wss://robots.example.org`. `timeout`: seconds for one call to
-    be answered; after that the socket is closed, so that a late reply cannot be taken for the next one.
+    `host`: a name or address, with or without its port, or a URI such as `wss://robots.example.org`, as
+    `ServerAddress` reads them. `port`: None is the address's own, or its default (8000). `timeout`: seconds for one
+    call to be answered; after that the socket is closed, so that a late reply cannot be taken for the next one.
     `session_id`: RoboArena only; a fresh one if left out. `connect_wait`: seconds to keep trying while no
     server answers, at first and after a loss; `on_wait(seconds_so_far, reason)` is called before each retry.
+    `proxy`: "auto" takes the one that the environment names, but never to this machine; None takes none; or a URL.
     """
 
     def __init__(
         self,
         host: str = "127.0.0.1",
-        port: int | None = 8000,
+        port: int | None = None,
         *,
         dialect: str = "roboarena",
         api_key: str | None = None,
@@ -72,6 +76,7 @@ class PolicyClient:
         connect_wait: float = 10.0,
         on_wait: Callable[[float, str], None] | None = None,
         max_message_bytes: int = DEFAULT_MAX_BYTES,
+        proxy: str | None = AUTO,
     ) -> None:
         """Opens nothing yet. Raises ValueError for what can never work."""
         if dialect not in tuple(Dialect):
@@ -82,7 +87,9 @@ class PolicyClient:
         if session_id is not None and self.dialect is Dialect.OPENPI:
             raise ValueError("session_id: expected None, since in openpi's dialect the connection is the session")
         self.session_id = uuid.uuid4().hex if session_id is None else normalise_session_id(session_id)
-        self.uri = _uri(host, port)
+        self.address = ServerAddress.parse(host, port)
+        self.uri = str(self.address)
+        self._route = Route.to(self.address, proxy)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._timeout = timeout
         self._connect_wait = connect_wait
@@ -254,11 +261,12 @@ class PolicyClient:
             except (OSError, InvalidHandshake, ConnectionClosed) as error:
                 self._cleanup.close()
                 waited = time.monotonic() - start
-                refused = isinstance(error, InvalidStatus) and error.response.status_code < 500
+                answer = getattr(error, "response", None)  # of the server, or of a proxy
+                refused = answer is not None and answer.status_code < 500
                 if refused or waited + backoff > self._connect_wait:
                     raise ConnectionLost(
-                        f"no policy server answers at {self.uri} (tried for {waited:.1f} s): {error}; "
-                        "check host and port, and that the server runs"
+                        f"no policy server answers at {self.uri}{self._route} (tried for {waited:.1f} s): {error}; "
+                        f"check host and port, and that the server runs{self._route.advice}"
                     ) from error
                 if self._on_wait is not None:
                     self._on_wait(waited, str(error))
@@ -267,8 +275,7 @@ class PolicyClient:
 
     def _open(self) -> ClientConnection:
         ws = self._cleanup.enter_context(
-            connect(
-                self.uri,
+            self._route.websocket(
                 compression=None,
                 max_size=self._max_message_bytes,
                 additional_headers=self._headers,
@@ -289,13 +296,6 @@ class PolicyClient:
             raise ConnectionError(f"its greeting is a {type(metadata).__name__}, not a map")
         self._metadata = metadata
         return ws
-
-
-def _uri(host: str, port: int | None) -> str:
-    scheme, separator, rest = host.rpartition("://")
-    if not separator and ":" in rest and not rest.startswith("["):
-        rest = f"[{rest}]"  # a bare IPv6 address
-    return f"{scheme or 'ws'}://{rest}" + (f":{port}" if port is not None else "")
 
 
 def _limit_send_time(sock: socket.socket, seconds: float) -> None:

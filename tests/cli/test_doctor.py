@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
 from engines import random_checkpoint
+from fake_proxy import PROXY_VARIABLES, fake_proxy
 from server_fakes import eventually, http_get
 
 from worldkv.cli.main import main
@@ -99,3 +102,65 @@ def test_what_fails_is_named_with_what_to_do(
     (tmp_path / "text.npz").write_text("no")
     assert doctor(server, "--observation", str(tmp_path / "text.npz")) == 2
     assert "expected an npz file" in capsys.readouterr().err
+
+
+def test_top_and_doctor_reach_a_server_by_any_of_its_addresses_and_past_any_proxy(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"127.0.0.1:{server.port}"
+    with fake_proxy() as proxy:
+        for name in PROXY_VARIABLES[:4]:
+            monkeypatch.setenv(name, proxy.url)
+        for given in (
+            place,
+            f"localhost:{server.port}",
+            f"ws://{place}/",
+            f"http://{place}",
+            f"http://{place}/healthz",
+        ):
+            main(["doctor", "--url", given, "--api-key", KEY, "--ticks", "1"])
+            told = capsys.readouterr().out
+            assert "ok    server       is ready" in told, given
+            assert "ok    first tick" in told, given
+            assert main(["top", "--once", "--url", given, "--api-key", KEY]) == 0
+            assert "blocks [" in capsys.readouterr().out
+        assert proxy.asked == []
+
+
+def test_elsewhere_top_and_doctor_name_the_proxy_and_an_option_goes_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fake_proxy() as proxy:
+        monkeypatch.setenv("all_proxy", proxy.url)
+        commands = (["top", "--once"], ["doctor"])
+        for command in commands:
+            assert main([*command, "--url", "robots.invalid"]) == 1
+            said = "".join(capsys.readouterr())
+            assert f"through the proxy {proxy.url} (named by all_proxy)" in said
+            assert "--proxy none" in said
+        num_asked = len(proxy.asked)
+        assert {line.split()[0] for line in proxy.asked} == {"CONNECT", "GET"}
+        for command in commands:
+            assert main([*command, "--url", "robots.invalid", "--proxy", "none"]) == 1
+            assert "proxy" not in "".join(capsys.readouterr())
+        assert len(proxy.asked) == num_asked
+
+
+def test_what_is_no_worldkv_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"hello")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as other:
+        thread = threading.Thread(target=other.serve_forever)
+        thread.start()
+        try:
+            assert main(["doctor", "--url", f"127.0.0.1:{other.server_address[1]}"]) == 1
+        finally:
+            other.shutdown()
+            thread.join()
+    assert "/v1/embodiment is no worldkv server's; check host, port and path" in capsys.readouterr().out

@@ -1,12 +1,15 @@
-"""What goes over the socket in both dialects, with the stock openpi-client and with bare websockets."""
+"""What goes over the socket in both dialects: with the stock openpi-client, with the packages msgpack-numpy and
+websocket-client, which others build their clients from, and with bare websockets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgpack_numpy
 import numpy as np
 import pytest
+import websocket
 from server_fakes import (
     EXTERIOR_0,
     METADATA,
@@ -20,9 +23,10 @@ from server_fakes import (
     serving,
     told,
 )
+from websockets.sync.client import connect
 
 from worldkv.server.server import PolicyServer
-from worldkv.wire import pack
+from worldkv.wire import pack, unpack
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,48 @@ def test_the_stock_openpi_client_is_served_in_roboarena_s_dialect(stock_client: 
 def test_the_stock_openpi_client_reads_an_error_as_an_error(stock_client: Any) -> None:
     with pytest.raises(RuntimeError, match="bad_request: observation/wrist_image_left: missing"):
         stock_client.infer({EXTERIOR_0.replace("_0_", "_1_"): np.zeros((4, 6, 3), np.uint8), "prompt": "pick"})
+
+
+def test_a_client_with_msgpack_numpy_is_served_and_answered_in_its_encoding(server: PolicyServer) -> None:
+    with connect(f"ws://127.0.0.1:{server.port}", compression=None, max_size=None) as ws:
+        assert msgpack_numpy.unpackb(ws.recv()) == METADATA
+
+        def ask_packed(message: dict[str, Any]) -> Any:
+            ws.send(msgpack_numpy.packb(message))
+            reply = ws.recv(timeout=10)
+            return reply if isinstance(reply, str) else msgpack_numpy.unpackb(reply)
+
+        first = ask_packed(openpi_observation())
+        assert isinstance(first["actions"], np.ndarray)
+        assert (first["actions"].dtype, first["actions"].shape) == (np.float32, (24, 8))
+        assert told(first["actions"]) == (1, 10, -1, 30)
+        assert first["server_timing"]["denoise_ms"] == 4.0
+        assert told(ask_packed(openpi_observation())["actions"])[0] == 2
+        assert told(ask_packed(infer_message(np.array(["packed"])))) == (1, 10, 20, 30), "a bare array"
+        assert told(ask_packed(infer_message("packed", reset=np.bool_(False))))[0] == 2
+        assert ask_packed({"endpoint": "reset", "session_id": "packed"}) == "reset successful"
+        assert told(ask_packed(infer_message("packed")))[0] == 1
+        ws.send(pack(infer_message("packed")))
+        assert told(unpack(ws.recv(timeout=10), max_bytes=1 << 20))[0] == 2, "each reply as its request"
+        said = ask_packed(infer_message("packed") | {"observation/joint_position": np.array([object()])})
+        assert "bad_request: array: an array of objects is a pickle" in said
+
+
+@pytest.mark.parametrize("packb", [pack, msgpack_numpy.packb], ids=["openpi's encoding", "msgpack-numpy's"])
+def test_a_websocket_client_drives_a_session(server: PolicyServer, packb: Callable[[Any], bytes]) -> None:
+    ws = websocket.create_connection(f"ws://127.0.0.1:{server.port}", timeout=10, suppress_origin=True)
+    try:
+        assert unpack(ws.recv(), max_bytes=1 << 20) == METADATA
+        session_id = f"websocket-client {packb.__module__}"
+        for tick in (1, 2):
+            ws.send_binary(packb(infer_message(session_id)))
+            assert told(unpack(ws.recv(), max_bytes=1 << 20)) == (tick, 10, 20, 30)
+        ws.send_binary(packb({"endpoint": "reset", "session_id": session_id}))
+        assert ws.recv() == "reset successful"
+        ws.send_binary(packb(infer_message(session_id)))
+        assert told(unpack(ws.recv(), max_bytes=1 << 20))[0] == 1
+    finally:
+        ws.close()
 
 
 def test_a_roboarena_reply_is_a_bare_array_and_its_reset_a_text(server: PolicyServer) -> None:

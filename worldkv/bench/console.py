@@ -19,13 +19,14 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from websockets.sync.client import connect
 
 from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig
 from worldkv.load import load_policy
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.server.server import PolicyServer, ServerConfig
+from worldkv_client.address import ServerAddress
+from worldkv_client.dialling import Route
 
 _PERIOD_S = 1.0  # a robot asks when its chunk is over; in between the page has its time
 
@@ -78,7 +79,7 @@ def tick(robot: PolicyClient, number: int) -> None:
 
 def look(port: str, watched: list[str]) -> None:
     """The page, until it is killed."""
-    with connect(f"ws://127.0.0.1:{port}/v1/console", max_size=None) as page:
+    with Route(ServerAddress("127.0.0.1", int(port))).websocket("/v1/console", max_size=None) as page:
         page.send(json.dumps({"key": None}))
         page.send(json.dumps({"watch": watched}))
         while True:

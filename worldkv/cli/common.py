@@ -96,8 +96,16 @@ def add_robot_and_base(group: argparse._ActionsContainer) -> None:
 
 
 def add_server_address(command: argparse.ArgumentParser, default: str | None = "ws://127.0.0.1:8000") -> None:
-    command.add_argument("--url", default=default, metavar="URL", help=f"of the server ({default or 'none'})")
+    what = f"of the server: HOST, HOST:PORT, ws://, wss://, http:// or https:// ({default or 'none'})"
+    command.add_argument("--url", default=default, metavar="URL", help=what)
     add_api_key(command, "(WORLDKV_API_KEY)")
+    command.add_argument(
+        "--proxy",
+        default="auto",
+        type=lambda text: None if text == "none" else text,
+        metavar="URL",
+        help="to reach the server through; none: directly (auto: what the environment names, never to this machine)",
+    )
 
 
 def add_api_key(command: argparse.ArgumentParser, what: str) -> None:

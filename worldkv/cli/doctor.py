@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import numpy as np
 from worldkv.cli.common import FAILED, OK, add_server_address
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
+from worldkv_client.address import ServerAddress
+from worldkv_client.dialling import Route
 
 _PROMPT = "check the connection"
 _LEAST_SPARE = 0.8  # of a chunk's time: above it a tick that is a little late already stops the robot
@@ -62,41 +63,48 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
     own = None if arguments.observation is None else _read_observation(arguments.observation)
     report = Report()
-    print(arguments.url)
-    contract = _reach(arguments, report)
+    route = Route.to(ServerAddress.parse(arguments.url), arguments.proxy)
+    print(f"{route.address}{route}")
+    contract = _reach(route, arguments.api_key, report)
     if contract is not None:
-        _check_ticks(arguments, contract, own, report)
+        _check_ticks(route, arguments, contract, own, report)
         if arguments.output is not None:
             _draw(arguments.output, contract, own)
     print(f"{report.num_failures} failures, {report.num_warnings} warnings")
     return FAILED if report.num_failures else OK
 
 
-def _reach(arguments: argparse.Namespace, report: Report) -> dict[str, Any] | None:
+def _reach(route: Route, api_key: str | None, report: Report) -> dict[str, Any] | None:
     """Health, key, room, what is expected; None where nothing more can be checked."""
     try:
         times = []
         for _ in range(5):
             started = time.perf_counter()
-            status, health = _get(arguments, "/healthz")
+            status, health = _get(route, "/healthz", api_key)
             times.append(1e3 * (time.perf_counter() - started))
     except OSError as error:
         report.fail("server", f"nothing answers: {error}; check host, port, firewall, and that the server runs")
         return None
     if status != 200:
-        report.fail("server", f"answers {status}: {health}; wait until it is warm, or read its log")
+        report.fail(
+            "server", f"answers {status}{route}: {health}; wait until it is warm, or read its log{route.advice}"
+        )
         return None
     report.good("server", f"is ready; a small request takes {statistics.median(times):.1f} ms")
-    status, contract = _get(arguments, "/v1/embodiment")
+    status, contract = _get(route, "/v1/embodiment", api_key)
     if status != 200:
         said = contract.get("message", contract) if isinstance(contract, Mapping) else contract
         report.fail("key", f"answers {status}: {said}" + ("; give --api-key" if status == 401 else ""))
         return None
-    status, books = _get(arguments, "/v1/capacity")
+    if not isinstance(contract, dict) or "cameras" not in contract:
+        report.fail(
+            "server", f"{route.address.http('/v1/embodiment')} is no worldkv server's; check host, port and path"
+        )
+        return None
+    status, books = _get(route, "/v1/capacity", api_key)
     room = books["num_more_sessions"] if status == 200 else 0
     tell = report.good if room else report.warn
     tell("room", f"for {room} more sessions" + ("" if room else ": idle ones are parked, or you are refused"))
-    assert isinstance(contract, dict)
     _show(contract, report)
     return contract
 
@@ -114,10 +122,14 @@ def _show(contract: Mapping[str, Any], report: Report) -> None:
 
 
 def _check_ticks(
-    arguments: argparse.Namespace, contract: Mapping[str, Any], own: dict[str, Any] | None, report: Report
+    route: Route,
+    arguments: argparse.Namespace,
+    contract: Mapping[str, Any],
+    own: dict[str, Any] | None,
+    report: Report,
 ) -> None:
     rng = np.random.default_rng(0)
-    client = PolicyClient(arguments.url, None, api_key=arguments.api_key, connect_wait=0.0)
+    client = PolicyClient(arguments.url, api_key=arguments.api_key, connect_wait=0.0, proxy=arguments.proxy)
     try:
         with client:
             report.good("greeting", ", ".join(f"{name} {value}" for name, value in client.metadata.items()))
@@ -133,7 +145,8 @@ def _check_ticks(
     except (ConnectionLost, RemoteError, BadRequest) as error:
         report.fail("ticks", str(error))
     finally:
-        _delete(arguments, client.session_id)
+        with contextlib.suppress(OSError):
+            _get(route, f"/v1/sessions/{client.session_id}", arguments.api_key, "DELETE")
 
 
 def _tick(
@@ -190,30 +203,13 @@ def _read_observation(path: Path) -> dict[str, Any]:
     }
 
 
-def _get(arguments: argparse.Namespace, path: str, method: str = "GET") -> tuple[int, Any]:
+def _get(route: Route, page: str, api_key: str | None, method: str = "GET") -> tuple[int, Any]:
     """(status, decoded answer). Raises OSError where nothing answers."""
-    scheme, _, rest = arguments.url.rpartition("://")
-    root = {"": "http", "ws": "http", "wss": "https"}.get(scheme, scheme) + "://" + rest.rstrip("/")
-    headers = {"authorization": f"Api-Key {arguments.api_key}"} if arguments.api_key else {}
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(root + path, None, headers, method=method), timeout=10
-        ) as answer:
-            status, body = answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            status, body = error.code, error.read()
+    status, body = route.http(page, api_key=api_key, method=method)
     try:
         return status, json.loads(body)
     except ValueError:
         return status, body.decode(errors="replace").strip()
-
-
-def _delete(arguments: argparse.Namespace, session_id: str) -> None:
-    try:
-        _get(arguments, f"/v1/sessions/{session_id}", "DELETE")
-    except OSError:
-        return
 
 
 def _draw(path: Path, contract: Mapping[str, Any], own: dict[str, Any] | None) -> None:

@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ticks < 1:
         raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
-    with console_feed(arguments.url, arguments.api_key) as (socket, hello):
+    with console_feed(arguments.url, arguments.api_key, proxy=arguments.proxy) as (socket, hello):
         socket.send(json.dumps({"watch": [arguments.session]}))
         with progress(f"filming {arguments.session}") as step:
             ticks = _ticks(socket, arguments, step)

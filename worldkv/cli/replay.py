@@ -23,6 +23,7 @@ from worldkv.show.episode import Episode
 from worldkv.show.lerobot import check_lerobot, write_lerobot
 from worldkv.show.live_table import LiveTable
 from worldkv.show.terminal import progress
+from worldkv_client import ServerAddress
 
 if TYPE_CHECKING:
     from worldkv.robots.policy import Policy
@@ -61,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_calls is not None and arguments.max_calls < 1:
         raise ValueError(f"--max-calls: expected at least 1, got {arguments.max_calls}")
     _check_combination(arguments)
+    if arguments.url is not None:
+        ServerAddress.parse(arguments.url)  # before anything is made or read for it
     arguments.output.mkdir(parents=True, exist_ok=True)
     if arguments.recording is not None:
         return _replay_recording(arguments)
@@ -72,6 +75,8 @@ def _check_combination(arguments: argparse.Namespace) -> None:
     """No option is taken and then ignored. Raises ValueError."""
     if arguments.url is None and arguments.checkpoint is None:
         raise ValueError("--checkpoint: expected a folder; without one a clip can go to a server, with --url")
+    if arguments.url is None and arguments.proxy != "auto":
+        raise ValueError("--proxy: is for a server; give its --url, or leave it out")
     if arguments.url is not None and (arguments.checkpoint is not None or arguments.recording is not None):
         raise ValueError("--url: a server has its own checkpoint and gets a clip; leave --checkpoint, --recording out")
     of_clips = {"--prompt": arguments.prompt, "--max-calls": arguments.max_calls}
@@ -101,7 +106,8 @@ def _send_clip(arguments: argparse.Namespace) -> Episode:
     schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
     episode = Episode(clips.CLIP_HZ, window_frames=0)
     title = f"{arguments.clip.name}: {len(schedule)} requests to {arguments.url}"
-    with PolicyClient(arguments.url, None, api_key=arguments.api_key) as client, LiveTable(0, title=title) as table:
+    client = PolicyClient(arguments.url, api_key=arguments.api_key, proxy=arguments.proxy)
+    with client, LiveTable(0, title=title) as table:
         answer = clips.answered_by(client)
         clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
     episode.window_frames = max(record.frames_cached for record in episode.records)

@@ -29,7 +29,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with console_feed(arguments.url, arguments.api_key) as (socket, hello), suppress(KeyboardInterrupt):
+    with (
+        console_feed(arguments.url, arguments.api_key, proxy=arguments.proxy) as (socket, hello),
+        suppress(KeyboardInterrupt),
+    ):
         if arguments.once or not sys.stdout.isatty() or not has_rich():
             print("\n".join(lines(hello, hear(socket, "overview"))))
         else:

@@ -7,8 +7,6 @@ import re
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +14,8 @@ from typing import Self
 
 from worldkv.errors import EngineStopped
 from worldkv.server.logs import LISTENING
+from worldkv_client.address import ServerAddress
+from worldkv_client.dialling import Route
 
 _READY_WITHIN_S = 180.0
 _STOP_WITHIN_S = 15.0
@@ -82,7 +82,6 @@ class ServerProcess:
                 return False
             self.port = int(said[1])
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+            return Route(ServerAddress("127.0.0.1", self.port)).http("/healthz", timeout=5)[0] == 200
+        except OSError:
             return False

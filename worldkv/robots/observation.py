@@ -7,7 +7,7 @@ degrees, becomes a warning. Does not know sessions: the caller decides which war
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,11 @@ import numpy as np
 from worldkv.errors import BadRequest
 from worldkv.robots.embodiment import Camera, Embodiment, Quantity
 from worldkv.robots.transforms import resize_frames
+from worldkv.wire import CONTROL_FIELDS, require_no_near_miss, shown_name
 
 MAX_PROMPT_CHARACTERS = 4096
+_IGNORED = frozenset({"observation/cartesian_position"})  # RoboArena's clients send it, and no model here takes it
+_MAX_NAMED = 8  # fields, in a message that lists them
 _ASPECT_TOLERANCE = 0.01  # relative; 1% forgives sizes that were rounded to even numbers
 _RANGE_MARGIN = 0.05  # of the training range's width
 _ALLOWED_MARGIN = 0.01  # of the allowed range's width
@@ -42,35 +45,78 @@ class Observation:
 def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> Observation:
     """The observation, with at most the newest frames that one tick takes. Raises BadRequest."""
     warnings: dict[str, str] = {}
+    _check_names(observation, embodiment, warnings)
     stacks: dict[Camera, np.ndarray] = {}
     for camera in embodiment.cameras:
         if observation.get(camera.field) is None and camera.optional:
-            warnings[f"{camera.field} missing"] = f"{camera.field} is missing: the model sees a black view in its place"
+            how = "None" if camera.field in observation else "missing"
+            warnings[f"{camera.field} missing"] = f"{camera.field} is {how}: the model sees a black view in its place"
         else:
-            stacks[camera] = _frame_stack(_require(observation, camera.field), camera.field, camera)
-    lengths = {camera.field: len(stack) for camera, stack in stacks.items()}
-    if len(set(lengths.values())) != 1:
-        raise BadRequest(f"cameras: expected the same number of frames from each, got {lengths}")
-
-    max_frames = embodiment.frames_per_tick
+            image = _require(observation, camera.field, "an array of uint8")
+            stacks[camera] = _frame_stack(image, camera.field, camera)
+    num_frames = min(embodiment.frames_per_tick, _common_length(stacks, warnings))
     frames: dict[str, np.ndarray | None] = dict.fromkeys(camera.name for camera in embodiment.cameras)
     for camera, stack in stacks.items():
-        frames[camera.name] = _usable(stack[-max_frames:], camera.field, camera, warnings)
+        frames[camera.name] = _usable(stack[-num_frames:], camera.field, camera, warnings)
     state = {
-        quantity.key: _read_state(_require(observation, quantity.field), quantity, warnings)
+        quantity.key: _read_state(_require(observation, quantity.field, _numbers(quantity)), quantity, warnings)
         for quantity in embodiment.state
     }
-    prompt = _read_prompt(_require(observation, "prompt"))
-    num_frames = min(max_frames, *lengths.values())
+    prompt = _read_prompt(_require(observation, "prompt", "a text"))
     return Observation(frames, num_frames, state, prompt, warnings, _read_steps(observation.get("executed_steps")))
 
 
-def _require(observation: Mapping[str, Any], field: str) -> Any:
+def _check_names(observation: Mapping[str, Any], embodiment: Embodiment, warnings: dict[str, str]) -> None:
+    """Fields that nothing reads: misspelt ones raise BadRequest, others are a warning."""
+    known = {camera.field for camera in embodiment.cameras} | {quantity.field for quantity in embodiment.state}
+    known |= {"prompt", "executed_steps"}
+    unread = [field for field in observation if field not in known and field not in _IGNORED]
+    absent = {field for field in known if observation.get(field) is None}  # what is there is not what was meant
+    require_no_near_miss(unread, sorted(absent | CONTROL_FIELDS))
+    if unread:
+        which = f"the field {_listed(unread)}" if len(unread) == 1 else f"the fields {_listed(unread)}"
+        warnings["fields unread"] = f"nothing reads {which}; this robot's are {_listed(sorted(known), len(known))}"
+
+
+def _listed(fields: Sequence[object], most: int = _MAX_NAMED) -> str:
+    more = f" and {len(fields) - most} more" if len(fields) > most else ""
+    return ", ".join(map(shown_name, fields[:most])) + more
+
+
+def _require(observation: Mapping[str, Any], field: str, expected: str) -> Any:
     value = observation.get(field)
     if value is None:
-        got = ", ".join(sorted(map(str, observation))) or "none"
+        if field in observation:
+            raise BadRequest(f"{field}: expected {expected}, got None")
+        got = _listed(sorted(observation, key=str)) or "none"
         raise BadRequest(f"{field}: missing; got the fields {got}")
     return value
+
+
+def _common_length(stacks: Mapping[Camera, np.ndarray], warnings: dict[str, str]) -> int:
+    """How many frames each camera has, counted from its newest.
+
+    Cameras that nobody synchronises differ by one frame now and then: a robot need not stop for that, and the newest
+    frames are still of the same moments. What differs by more was sampled in different ways: no frame of one camera
+    belongs to a frame of the other.
+    """
+    lengths = {camera.field: len(stack) for camera, stack in stacks.items()}
+    if not lengths:
+        raise BadRequest("cameras: expected at least one, got none")
+    shortest, longest = min(lengths.values()), max(lengths.values())
+    if shortest == longest:
+        return shortest
+    counts = ", ".join(f"{field} has {length}" for field, length in lengths.items())
+    if longest - shortest > 1:
+        raise BadRequest(
+            f"cameras: expected the same number of frames from each, got: {counts}; take a frame of every camera at "
+            "the same steps, or send the newest one only, [H, W, 3]"
+        )
+    warnings["cameras uneven"] = (
+        f"the cameras sent different numbers of frames, and the newest {shortest} of each are used: {counts}; take a "
+        "frame of every camera at the same steps"
+    )
+    return shortest
 
 
 def _frame_stack(image: Any, field: str, camera: Camera) -> np.ndarray:
@@ -83,18 +129,39 @@ def _frame_stack(image: Any, field: str, camera: Camera) -> np.ndarray:
     if image.ndim not in (3, 4) or image.shape[-1] != 3:
         hint = "; move the channels last" if image.ndim in (3, 4) and image.shape[-3] == 3 else ""
         raise BadRequest(f"{field}: expected {expected}, got {got}{hint}")
-    if image.dtype != np.uint8:
-        hint = "scale [0, 1] by 255 and convert" if image.dtype.kind == "f" else "convert"
-        raise BadRequest(f"{field}: expected {expected}, got {got}; {hint} to uint8")
     if image.size == 0:
         raise BadRequest(f"{field}: expected at least one frame, {expected}, got {got}")
+    if image.dtype != np.uint8:
+        raise BadRequest(f"{field}: expected {expected}, got {got}; {_how_to_uint8(image)}")
     return image if image.ndim == 4 else image[None]
+
+
+def _how_to_uint8(image: np.ndarray) -> str:
+    """By its values. They are not converted here: dark frames of 0..255 look like bright ones of 0..1, and a guess that
+    changes from frame to frame would be seen by the model only."""
+    if image.dtype.kind not in "fiub":
+        return "send real numbers, as uint8"
+    with np.errstate(invalid="ignore"):
+        low, high = image.min(), image.max()
+    if not (np.isfinite(low) and np.isfinite(high)):
+        return "some of its values are not finite"
+    if image.dtype.kind == "b" or (image.dtype.kind == "f" and low >= 0 and high <= 1):
+        return "these are 0..1: send np.round(255 * x).astype(np.uint8)" if high else "these are all 0: send uint8"
+    if low >= 0 and high <= 255:
+        convert = "np.round(x).astype(np.uint8)" if image.dtype.kind == "f" else "x.astype(np.uint8)"
+        return f"these are 0..255 as {image.dtype}: send them as uint8, {convert}, and do not scale them"
+    if image.dtype.kind == "f" and low >= -1 and high <= 1:
+        return "these are -1..1: send np.round(127.5 * (x + 1)).astype(np.uint8)"
+    return f"these go from {low:g} to {high:g}: bring them to 0..255, then to uint8"
 
 
 def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, str]) -> np.ndarray:
     """`frames` at the camera's resolution, resized where the field of view can be the same."""
-    if not frames.any():
+    brightest = frames.max()
+    if brightest == 0:
         warnings[f"{field} black"] = f"{field} is all black: is the camera connected?"
+    elif brightest == 1:
+        warnings[f"{field} black"] = f"{field} has no value above 1: was it scaled to 0..1 before it became uint8?"
     height, width = frames.shape[1:3]
     if (height, width) == (camera.height, camera.width):
         return frames
@@ -115,7 +182,7 @@ def _usable(frames: np.ndarray, field: str, camera: Camera, warnings: dict[str, 
 def _read_state(value: Any, quantity: Quantity, warnings: dict[str, str]) -> np.ndarray:
     """float64 [dim], finite, also as float32."""
     field = quantity.field
-    expected = f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
+    expected = _numbers(quantity)
     try:
         array = np.asarray(value)
     except ValueError:  # a ragged list
@@ -139,6 +206,10 @@ def _read_state(value: Any, quantity: Quantity, warnings: dict[str, str]) -> np.
     elif quantity.training_range is not None:
         _check_range(numbers, field, *quantity.training_range, warnings)
     return numbers
+
+
+def _numbers(quantity: Quantity) -> str:
+    return f"{quantity.dim} finite number{'s' if quantity.dim > 1 else ''}"
 
 
 def _check_range(numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndarray, warnings: dict[str, str]) -> None:

@@ -38,8 +38,7 @@ from worldkv.wire import (
     error_text,
     infer_reply,
     pack,
-    parse_request,
-    unpack,
+    read_request,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Connection:
         """One request and its reply."""
         start = time.perf_counter()
         self._serving, self._label = True, "unknown"
-        request = parse_request(unpack(message, max_bytes=self._service.config.max_message_bytes))
+        request = read_request(message, max_bytes=self._service.config.max_message_bytes)
         self._label = request.dialect.value
         work = self._infer(request) if isinstance(request, InferRequest) else self._reset(request)
         reply = await self._attend(work)
@@ -182,7 +181,7 @@ class Connection:
         self._service.ticked(entry, reply)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
-        return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details))
+        return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details), request.encoding)
 
     def _server_timing(self, reply: Reply, infer_ms: float) -> dict[str, float]:
         read_ms = max(0.0, infer_ms - reply.timings["total"])  # before the tick was asked for, and after it

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from worldkv_client.wire.errors import CloseCode, close_code, error_text, public_error
-from worldkv_client.wire.framing import DEFAULT_MAX_BYTES, pack, unpack
+from worldkv_client.wire.fields import shown_name
+from worldkv_client.wire.framing import DEFAULT_MAX_BYTES, Encoding, pack, unpack, unpack_encoded
 from worldkv_client.wire.robots import (
+    CONTROL_FIELDS,
     MAX_SESSION_ID_CHARACTERS,
     RESET_REPLY,
     Dialect,
@@ -13,14 +15,18 @@ from worldkv_client.wire.robots import (
     infer_reply,
     normalise_session_id,
     parse_request,
+    read_request,
+    require_no_near_miss,
 )
 
 __all__ = [
+    "CONTROL_FIELDS",
     "DEFAULT_MAX_BYTES",
     "MAX_SESSION_ID_CHARACTERS",
     "RESET_REPLY",
     "CloseCode",
     "Dialect",
+    "Encoding",
     "InferRequest",
     "ResetRequest",
     "close_code",
@@ -30,5 +36,9 @@ __all__ = [
     "pack",
     "parse_request",
     "public_error",
+    "read_request",
+    "require_no_near_miss",
+    "shown_name",
     "unpack",
+    "unpack_encoded",
 ]

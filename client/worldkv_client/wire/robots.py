@@ -10,25 +10,30 @@ The dialects are told apart by the key `endpoint`, which only RoboArena's reques
 | reset | the key `reset: true` in a request | the same, or `endpoint: reset`, answered by a text |
 
 Ours on top, all optional: `sequence` (an int; comes back in a reply that is a map), `reset` (a bool: forget
-the history first), `resume` (a bool: an error instead of a new session, should the named one be gone).
+the history first), `resume` (a bool: an error instead of a new session, should the named one be gone), `details` (a
+bool: a map in either dialect, the imagined video included), `env_id` (like `session_id`: which of the environments on
+one socket this is).
 
 Does not know sockets or sessions, nor what a valid observation is: that is the policy's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from worldkv_client.errors import BadRequest
-from worldkv_client.wire.framing import short
+from worldkv_client.wire.fields import near_miss, shown_name
+from worldkv_client.wire.framing import Encoding, short, unpack_encoded
 
 RESET_REPLY = "reset successful"
 MAX_SESSION_ID_CHARACTERS = 256
+_MAX_COMPARED = 16  # unknown fields of a message that are looked at closely
 
 
 class Dialect(str, Enum):
@@ -45,7 +50,8 @@ class Dialect(str, Enum):
 class InferRequest:
     """One tick. `observation`: under RoboArena's names, whatever the dialect. `session_id` None: the
     connection is the session. `restart`: forget the history first. `resume`: the session must exist. `details`:
-    reply with a map in either dialect, the imagined video and the cache's state included."""
+    reply with a map in either dialect, the imagined video and the cache's state included. `env_id`: one of the
+    environments that share the connection; None where there is one. `encoding`: of its arrays, and of the reply's."""
 
     dialect: Dialect
     observation: Mapping[str, Any]
@@ -54,20 +60,37 @@ class InferRequest:
     restart: bool = False
     resume: bool = False
     details: bool = False
+    env_id: str | None = None
+    encoding: Encoding = Encoding.OPENPI
+
+    @property
+    def prompt(self) -> Any:
+        """As it was sent, unchecked; None where it was not."""
+        return self.observation.get("prompt")
 
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Forget a session's history. `session_id` None: the session of the connection's last request."""
+    """Forget a session's history. `session_id` None: the session of the connection's last request. `env_id`: one of
+    the environments that share the connection."""
 
     session_id: str | None = None
     dialect: Dialect = Dialect.ROBOARENA
+    env_id: str | None = None
 
 
-_CONTROL_KEYS = frozenset({"endpoint", "session_id", "sequence", "reset", "resume", "details"})
+CONTROL_FIELDS = frozenset({"endpoint", "session_id", "env_id", "sequence", "reset", "resume", "details"})
+_ENDPOINTS = ("infer", "reset")
 _EXTERIOR = "observation/exterior_image_"
 # openpi's only exterior camera has the name of RoboArena's second one; as the model sees it, it is the first.
 _OPENPI_CAMERAS: Mapping[str, str] = {f"{_EXTERIOR}1_left": f"{_EXTERIOR}0_left"}
+
+
+def read_request(data: Any, *, max_bytes: int) -> InferRequest | ResetRequest:
+    """What a message asks for, packed in either encoding. Raises BadRequest, MessageTooLarge."""
+    message, encoding = unpack_encoded(data, max_bytes=max_bytes)
+    request = parse_request(message)
+    return replace(request, encoding=encoding) if isinstance(request, InferRequest) else request
 
 
 def parse_request(message: Any) -> InferRequest | ResetRequest:
@@ -81,12 +104,14 @@ def parse_request(message: Any) -> InferRequest | ResetRequest:
     if session_id is not None:
         session_id = normalise_session_id(session_id)
     if "endpoint" not in message:
+        _require_no_misspelt_endpoint(message)
         return _openpi_request(message, session_id)
     endpoint = message["endpoint"]
-    if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
+    if not isinstance(endpoint, str) or endpoint not in _ENDPOINTS:
         raise BadRequest(f"endpoint: expected 'infer' or 'reset', got {short(endpoint)}")
     if endpoint == "reset":
-        return ResetRequest(session_id)
+        require_no_near_miss(_observation(message), CONTROL_FIELDS)  # or another session would be reset
+        return ResetRequest(session_id, env_id=_env_id(message))
     return InferRequest(Dialect.ROBOARENA, _observation(message), session_id, **_controls(message))
 
 
@@ -107,7 +132,27 @@ def _openpi_request(message: dict[str, Any], session_id: str | None) -> InferReq
 
 
 def _observation(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key not in _CONTROL_KEYS}
+    return {key: value for key, value in message.items() if key not in CONTROL_FIELDS}
+
+
+def require_no_near_miss(fields: Iterable[str], known: Collection[str]) -> None:
+    """`fields`: that nothing reads. Raises BadRequest for one that is a known name, misspelt."""
+    for field in itertools.islice(fields, _MAX_COMPARED):
+        meant = near_miss(field, known)
+        if meant is not None:
+            raise BadRequest(f"{shown_name(field)}: nothing reads this field; did you mean {meant}?")
+
+
+def _require_no_misspelt_endpoint(message: dict[str, Any]) -> None:
+    """An endpoint decides about everything else, so a misspelt one is told first."""
+    require_no_near_miss(
+        [key for key, value in message.items() if isinstance(value, str) and value in _ENDPOINTS], ["endpoint"]
+    )
+
+
+def _env_id(message: dict[str, Any]) -> str | None:
+    value = message.get("env_id")
+    return None if value is None else normalise_session_id(value, "env_id")
 
 
 def _controls(message: dict[str, Any]) -> dict[str, Any]:
@@ -119,10 +164,11 @@ def _controls(message: dict[str, Any]) -> dict[str, Any]:
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise BadRequest(f"{name.replace('restart', 'reset')}: expected a bool, got {short(value)}")
-    return {"sequence": sequence, **{name: bool(value) for name, value in flags.items()}}
+    bools = {name: bool(value) for name, value in flags.items()}
+    return {"sequence": sequence, "env_id": _env_id(message), **bools}
 
 
-def normalise_session_id(value: Any) -> str:
+def normalise_session_id(value: Any, field: str = "session_id") -> str:
     """The text of an id that came as str, bytes, int, numpy scalar or array of one. Raises BadRequest."""
     if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 and value.dtype.kind in "iuSU":
         value = value.item()
@@ -130,15 +176,13 @@ def normalise_session_id(value: Any) -> str:
         try:
             value = value.decode()
         except UnicodeDecodeError:
-            raise BadRequest(f"session_id: expected UTF-8, got {short(value)}") from None
+            raise BadRequest(f"{field}: expected UTF-8, got {short(value)}") from None
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise BadRequest(f"session_id: expected a str, bytes, an int or an array of one of these, got {short(value)}")
+        raise BadRequest(f"{field}: expected a str, bytes, an int or an array of one of these, got {short(value)}")
     if not 0 < len(value) <= MAX_SESSION_ID_CHARACTERS or not value.isprintable():
-        raise BadRequest(
-            f"session_id: expected 1 to {MAX_SESSION_ID_CHARACTERS} printable characters, got {short(value)}"
-        )
+        raise BadRequest(f"{field}: expected 1 to {MAX_SESSION_ID_CHARACTERS} printable characters, got {short(value)}")
     return value
 
 

@@ -1,0 +1,150 @@
+"""How a server is reached: directly, or through a proxy. The client, and every command that dials, does it here.
+
+`proxy` is "auto", None or a proxy's URL. "auto" takes what the environment names (`ws_proxy`, `https_proxy`,
+`http_proxy`, `all_proxy`, and `no_proxy` for exceptions), but never for this machine; None takes none. Whatever goes
+wrong behind a proxy names the proxy.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from websockets.sync.client import ClientConnection, connect
+from websockets.version import version as websockets_version
+
+from worldkv_client.address import ServerAddress
+
+AUTO = "auto"
+_SCHEMES = ("http", "https", "socks4", "socks4a", "socks5", "socks5h")
+_TAKES_PROXY = "proxy" in inspect.signature(connect).parameters  # since websockets 15, which then asks the environment
+
+
+@dataclass(frozen=True)
+class Route:
+    """To one server. `proxy`: its URL; None is directly. `said_by`: who named it."""
+
+    address: ServerAddress
+    proxy: str | None = None
+    said_by: str = ""
+
+    @classmethod
+    def to(cls, address: ServerAddress, proxy: str | None = AUTO) -> Route:
+        """`proxy`: see the module. Raises ValueError for what is no proxy's URL."""
+        if proxy == AUTO:
+            named = None if address.is_this_machine else _of_environment(address)
+            return cls(address) if named is None else cls(address, *_checked(named[1], named[0]))
+        if proxy is None:
+            return cls(address)
+        if not isinstance(proxy, str):
+            raise ValueError(f"proxy: expected None, 'auto' or a URL, got {type(proxy).__name__}")
+        return cls(address, *_checked(proxy, "proxy"))
+
+    def __str__(self) -> str:
+        """What an error adds to a websocket's address: empty without a proxy."""
+        if self._is_beyond_websockets:
+            return f" directly, since websockets {websockets_version} cannot use {self._named}"
+        return self._way
+
+    @property
+    def advice(self) -> str:
+        """What to try where this route fails, behind a semicolon; empty without a proxy."""
+        if self.proxy is None:
+            return ""
+        if self.said_by == "proxy":
+            return "; check the proxy, or go without"
+        if self._is_beyond_websockets:
+            return "; to take the proxy, install websockets 15 or newer"
+        return f"; to go without the proxy, give proxy=None (--proxy none) or set no_proxy={self.address.host}"
+
+    def websocket(self, page: str = "", **options: Any) -> ClientConnection:
+        """Open. `options`: of websockets. Raises what websockets raises; ImportError where a package is missing."""
+        if _TAKES_PROXY:
+            options["proxy"] = self.proxy
+        elif self.said_by == "proxy":
+            raise ImportError(f"websockets 15 or newer is needed to go{self._way}")
+        try:
+            return connect(self.address.websocket(page), **options)
+        except ImportError as error:  # python-socks
+            raise ImportError(f"{error}; it is needed to go{self._way}") from error
+
+    def http(
+        self, page: str, *, api_key: str | None = None, method: str = "GET", timeout: float = 10.0
+    ) -> tuple[int, bytes]:
+        """(status, body), whatever the status. Raises OSError where nothing answers."""
+        request = urllib.request.Request(self.address.http(page), method=method)
+        if api_key:
+            request.add_header("Authorization", f"Api-Key {api_key}")
+        if self.proxy is not None:
+            self._set_proxy(request, self.proxy)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=timeout) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise OSError(f"{reason}{self._way}{self.advice}") from error
+
+    @property
+    def _way(self) -> str:
+        return "" if self.proxy is None else f" through {self._named}"
+
+    @property
+    def _named(self) -> str:
+        return "" if self.proxy is None else f"the proxy {_shown(self.proxy)} (named by {self.said_by})"
+
+    @property
+    def _is_beyond_websockets(self) -> bool:
+        """An old websockets goes directly, as it always did, whatever the environment names."""
+        return self.proxy is not None and self.said_by != "proxy" and not _TAKES_PROXY
+
+    def _set_proxy(self, request: urllib.request.Request, proxy: str) -> None:
+        parts = urlsplit(proxy)
+        if parts.scheme not in ("http", "https"):
+            raise OSError(f"only websockets can go{self._way}: HTTP needs an HTTP proxy{self.advice}")
+        if parts.username is not None:
+            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            request.add_header("Proxy-Authorization", f"Basic {base64.b64encode(user.encode()).decode()}")
+        request.set_proxy(parts.netloc.rpartition("@")[2], parts.scheme)
+
+
+def _of_environment(address: ServerAddress) -> tuple[str, str] | None:
+    """(variable, value) of the proxy for this address; None: there is none."""
+    if urllib.request.proxy_bypass(address.location):
+        return None
+    proxies = urllib.request.getproxies()
+    # As websockets chooses: a proxy for https lets any connection through, one for http perhaps not.
+    kinds = ("wss", "socks", "https", "all") if address.secure else ("ws", "socks", "https", "http", "all")
+    return next(((f"{kind}_proxy", proxies[kind]) for kind in kinds if proxies.get(kind)), None)
+
+
+def _checked(proxy: str, said_by: str) -> tuple[str, str]:
+    """`proxy` with a scheme. Raises ValueError."""
+    url = proxy.strip()
+    if "://" not in url:
+        url = f"http://{url}"
+    if said_by == "socks_proxy" or url.startswith("socks://"):  # as desktops write it
+        url = f"socks5h://{url.partition('://')[2]}"
+    try:
+        parts = urlsplit(url)
+        is_proxy = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+    except ValueError:
+        is_proxy = False
+    if not is_proxy:
+        raise ValueError(f"{said_by}: expected a proxy such as http://proxy:3128, got {_shown(url)!r}")
+    return url, said_by
+
+
+def _shown(proxy: str) -> str:
+    """Without its password."""
+    scheme, separator, rest = proxy.partition("://")
+    return f"{scheme}{separator}{'***@' if '@' in rest else ''}{rest.rpartition('@')[2]}"
