@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,10 +68,7 @@ def test_a_late_reply_goes_on_where_the_robot_is_and_the_old_chunk_bridges() -> 
         assert steps(broker, 8) == [(0, n) for n in range(8)]
         assert steps(broker, 5, 8) == [(0, n) for n in range(8, 13)], "asked at step 8, not here yet"
         client.go.release()
-        for _ in range(200):  # it comes some time
-            if not broker._replies.empty():
-                break
-            threading.Event().wait(0.01)
+        wait_for_reply(broker)
         assert steps(broker, 3, 13) == [(1, 5), (1, 6), (1, 7)], "five steps of it have passed"
         assert client.requests[1]["executed_steps"] == 8
         assert broker.num_late_steps == 0
@@ -90,6 +88,80 @@ def test_at_the_end_of_a_chunk_it_holds_or_waits(when_late: Any) -> None:
             assert steps(broker, 2, 24) == [(0, 23), (0, 23)]
             assert broker.num_late_steps == 2
             client.go.release()
+
+
+def test_a_hold_ends_with_one_error_and_the_next_step_starts_over(caplog: pytest.LogCaptureFixture) -> None:
+    client = SlowClient()
+    client.go.release()
+    with ActionBroker(client, execute=8, when_late="hold", hold_limit_s=0.2) as broker, caplog.at_level("WARNING"):
+        steps(broker, 24)
+        started, held = time.monotonic(), 0
+        said = ""
+        while not said and time.monotonic() - started < 10:
+            try:
+                assert steps(broker, 1, 24 + held) == [(0, 23)]
+            except ConnectionLost as error:
+                said = str(error)
+            else:
+                held += 1
+                time.sleep(0.01)
+        assert "last action was held for 0.2 s (hold_limit_s); the next step asks again and waits" in said
+        assert 0.2 < time.monotonic() - started < 2
+        assert broker.num_late_steps == held + 1
+        assert caplog.messages == ["no new chunk yet: its last action is held, for at most 0.2 s"], "told once"
+        client.go.release(2)  # the late one, and the one that is asked for now
+        assert steps(broker, 2) == [(2, 0), (2, 1)], "of what is seen now; the late one is of another time"
+        assert broker.num_dropped == 1
+        assert client.requests[2]["camera"].shape[0] == 1
+        assert "executed_steps" not in client.requests[2]
+
+
+def test_a_new_chunk_gives_the_next_hold_its_whole_time() -> None:
+    client = SlowClient()
+    client.go.release()
+    with ActionBroker(client, execute=HORIZON, when_late="hold", hold_limit_s=0.5) as broker:
+        for chunk in range(3):
+            assert steps(broker, 1) == [(chunk, 0 if chunk == 0 else 1)]
+            steps(broker, 23 if chunk == 0 else 22)
+            assert steps(broker, 1) == [(chunk, 23)], "held"
+            time.sleep(0.3)
+            client.go.release()
+            wait_for_reply(broker)
+
+
+def test_a_chunk_whose_steps_have_all_passed_is_dropped_and_asked_for_again() -> None:
+    client = SlowClient()
+    client.go.release()
+    with ActionBroker(client, execute=8, when_late="hold") as broker:
+        steps(broker, 40)  # the second is asked for at step 8, and is of no use from step 32 on
+        client.go.release()
+        wait_for_reply(broker)
+        assert steps(broker, 1, 40) == [(0, 23)]
+        client.go.release()
+        wait_for_reply(broker)
+        assert steps(broker, 2, 41) == [(2, 1), (2, 2)]
+        assert broker.num_dropped == 1
+        assert client.requests[2]["executed_steps"] == 32, "since the tick that was answered too late"
+
+
+def wait_for_reply(broker: ActionBroker) -> None:
+    deadline = time.monotonic() + 10
+    while broker._replies.empty():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_camera_without_a_frame_at_every_step_is_sent_what_it_saw_before() -> None:
+    client = SlowClient(at_once=True)
+    with ActionBroker(client, execute=HORIZON) as broker:
+        for step in range(49):
+            wrist = {"wrist": np.full((2, 2, 3), step, np.uint8)} if step % 5 == 4 else {}
+            broker.step({**seen(step), **wrist})
+    first, second, third = client.requests
+    assert "wrist" not in first
+    assert second["camera"][:, 0, 0, 0].tolist() == [1, 8, 16, 24]
+    assert second["wrist"][:, 0, 0, 0].tolist() == [4, 4, 14, 24], "at step 1 it had seen nothing yet"
+    assert third["wrist"][:, 0, 0, 0].tolist() == [29, 29, 39, 44]
 
 
 def test_what_was_asked_before_a_reset_is_dropped_when_it_comes() -> None:
@@ -119,6 +191,9 @@ def test_an_error_is_told_once_and_the_next_step_asks_again() -> None:
 def test_what_can_never_work_is_refused() -> None:
     with pytest.raises(ValueError, match="execute and num_frames"):
         ActionBroker(SlowClient(), execute=0)
+    for limit in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="hold_limit_s: expected seconds > 0"):
+            ActionBroker(SlowClient(), execute=1, when_late="hold", hold_limit_s=limit)
     with pytest.raises(ValueError, match="when_late"):
         ActionBroker(SlowClient(), execute=1, when_late="panic")  # type: ignore[arg-type]
     client = SlowClient(at_once=True)

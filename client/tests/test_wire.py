@@ -284,6 +284,7 @@ class TestMsgpackNumpy:
             assert (request.session_id, request.encoding) == ("7", encoding)
         assert read_request(msgpack_numpy.packb({"endpoint": "reset"}), max_bytes=MAX) == ResetRequest()
 
+    @settings(suppress_health_check=[HealthCheck.too_slow])
     @given(
         st.dictionaries(
             st.sampled_from([b"nd", b"type", b"kind", b"shape", b"data", b"complex"]),

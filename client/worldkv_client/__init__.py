@@ -1,6 +1,7 @@
 """The robot's side of worldkv: `PolicyClient`, `ActionBroker`, `ServerAddress`, and every error.
 
-Nothing is loaded before it is used. Needs Python 3.9, numpy, msgpack and websockets. Knows no server, no model and no torch.
+Nothing is loaded before it is used. Needs Python 3.9, numpy, msgpack and websockets. Knows no server, no model and no
+torch.
 """
 
 from __future__ import annotations

@@ -6,15 +6,18 @@
 
 Action i of a chunk belongs to the i-th step after the observation that asked for it. A reply that comes d steps later
 therefore goes on at its action d, and until then the old chunk's rest is executed. What was asked before a `reset` is
-dropped when it comes. Frames are collected at every step, and sent as the model was trained to see them: spread over
-the steps since the last request. Not thread-safe; the client belongs to the broker's own thread.
+dropped when it comes, and so is a chunk all of whose steps have passed. Frames are collected at every step, and sent
+as the model was trained to see them: spread over the steps since the last request; a camera that had none at a step is
+sent its frame before that. Not thread-safe; the client belongs to the broker's own thread.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ from worldkv_client.errors import BadRequest, ConnectionLost
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
 _MAX_SEEN = 128  # steps whose frames are kept: more than any chunk has
@@ -57,27 +62,40 @@ class ActionBroker:
 
     `execute`: steps after which the next chunk is asked for, at most a chunk's. `num_frames`: of each camera in a
     request but the first. `when_late`: with the chunk at its end and no new one here, "hold" repeats its last action,
-    "wait" stops the control loop until the reply comes.
+    "wait" stops the control loop until the reply comes. A hold is logged when it begins. After `hold_limit_s` seconds
+    of it `step` raises ConnectionLost, once; the step after that starts over, as the first one: it asks with what is
+    seen then, and waits.
     """
 
     def __init__(
-        self, client: Client, *, execute: int, num_frames: int = 4, when_late: Literal["hold", "wait"] = "wait"
+        self,
+        client: Client,
+        *,
+        execute: int,
+        num_frames: int = 4,
+        when_late: Literal["hold", "wait"] = "wait",
+        hold_limit_s: float = 5.0,
     ) -> None:
         """Raises ValueError for what can never work."""
         if execute < 1 or num_frames < 1:
             raise ValueError(f"execute and num_frames: expected at least 1, got {execute} and {num_frames}")
         if when_late not in ("hold", "wait"):
             raise ValueError(f"when_late: expected 'hold' or 'wait', got {when_late!r}")
+        if not hold_limit_s > 0:
+            raise ValueError(f"hold_limit_s: expected seconds > 0, got {hold_limit_s}")
         self._client = client
         self._execute = execute
         self._num_frames = num_frames
         self._holds = when_late == "hold"
+        self._hold_limit_s = hold_limit_s
+        self._held_since: float | None = None
         self.num_late_steps = 0  # for which an action was held, or the loop had to wait
         self.num_dropped = 0  # replies that came too late to be used
         self._sequence = itertools.count()
         self._step = 0
         self._seen: deque[dict[str, np.ndarray]] = deque(maxlen=_MAX_SEEN)  # of the steps since the last request
         self._chunk: _Chunk | None = None
+        self._ticked: int | None = None  # the step of the newest observation that was answered
         self._asked: _Asked | None = None
         self._requests: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[_Asked, Any]] = queue.SimpleQueue()
@@ -104,31 +122,40 @@ class ActionBroker:
         self._seen.append({name: np.array(image) for name, image in images.items()})
         self._take_replies(wait=False)
         if self._asked is None and (self._chunk is None or self._step - self._chunk.step >= self._execute):
-            self._ask(observation, images)
+            self._ask(observation)
         action = self._action_now()
         self._step += 1
         return action
 
     def reset(self) -> None:
         """A new episode: the server forgets, and so does this; what is under way is dropped when it comes."""
-        self._chunk, self._asked = None, None
-        self._seen.clear()
+        self._start_over()
         self._requests.put(_Asked(next(self._sequence), self._step, None))
 
     def close(self) -> None:
         """Does not wait for a reply under way; the client is its owner's to close. Safe twice."""
         self._requests.put(None)
 
-    def _ask(self, observation: Mapping[str, Any], images: Mapping[str, Any]) -> None:
-        first = self._chunk is None
-        offsets = [0] if first else frame_offsets(len(self._seen), self._num_frames)
-        stacks = {name: np.stack([self._seen[offset - 1][name] for offset in offsets]) for name in images}
+    def _start_over(self) -> None:
+        self._chunk, self._asked, self._ticked, self._held_since = None, None, None, None
+        self._seen.clear()
+
+    def _ask(self, observation: Mapping[str, Any]) -> None:
+        offsets = [0] if self._chunk is None else frame_offsets(len(self._seen), self._num_frames)
+        cameras = dict.fromkeys(name for images in self._seen for name in images)
+        stacks = {name: np.stack([self._frame(name, offset) for offset in offsets]) for name in cameras}
         request = {**observation, **stacks}
-        if self._chunk is not None:
-            request["executed_steps"] = self._step - self._chunk.step
+        if self._ticked is not None:
+            request["executed_steps"] = self._step - self._ticked
         self._asked = _Asked(next(self._sequence), self._step, request)
         self._requests.put(self._asked)
         self._seen.clear()
+
+    def _frame(self, camera: str, offset: int) -> np.ndarray:
+        """What a camera saw at a step, or last before it; else what it saw first."""
+        steps = list(self._seen)
+        at = len(steps) - 1 + offset
+        return next(images[camera] for images in [*steps[at::-1], *steps[at:]] if camera in images)
 
     def _action_now(self) -> np.ndarray:
         if self._chunk is None:
@@ -137,11 +164,25 @@ class ActionBroker:
         index = self._step - self._chunk.step
         if index >= len(self._chunk.actions):
             self.num_late_steps += 1
-            if not self._holds:
+            if self._holds:
+                self._hold()
+            else:
                 self._take_replies(wait=True)
                 index = self._step - self._chunk.step
         action: np.ndarray = self._chunk.actions[min(index, len(self._chunk.actions) - 1)]
         return action
+
+    def _hold(self) -> None:
+        now = time.monotonic()
+        if self._held_since is None:
+            self._held_since = now
+            logger.warning("no new chunk yet: its last action is held, for at most %g s", self._hold_limit_s)
+        elif now - self._held_since > self._hold_limit_s:
+            self._start_over()
+            raise ConnectionLost(
+                f"no new chunk came, and the last action was held for {self._hold_limit_s:g} s (hold_limit_s); "
+                "the next step asks again and waits"
+            )
 
     def _take_replies(self, *, wait: bool) -> None:
         """Use the newest request's reply if it is here; with `wait`, when it is."""
@@ -161,7 +202,11 @@ class ActionBroker:
             actions = np.asarray(reply["actions"] if isinstance(reply, Mapping) else reply)
             if actions.ndim != 2 or len(actions) < self._execute:
                 raise BadRequest(f"execute: {self._execute} steps of a chunk of shape {list(actions.shape)}")
-            self._chunk = _Chunk(asked.step, actions)
+            self._ticked = asked.step
+            if not wait and self._step - asked.step >= len(actions):
+                self.num_dropped += 1
+                continue
+            self._chunk, self._held_since = _Chunk(asked.step, actions), None
             return
 
     def _serve(self) -> None:

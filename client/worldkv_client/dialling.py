@@ -70,9 +70,10 @@ class Route:
         elif self.said_by == "proxy":
             raise ImportError(f"websockets 15 or newer is needed to go{self._way}")
         try:
-            return connect(self.address.websocket(page), **options)
+            opened: ClientConnection = connect(self.address.websocket(page), **options)
         except ImportError as error:  # python-socks
             raise ImportError(f"{error}; it is needed to go{self._way}") from error
+        return opened
 
     def http(
         self, page: str, *, api_key: str | None = None, method: str = "GET", timeout: float = 10.0

@@ -66,7 +66,7 @@ def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> 
     return Observation(frames, num_frames, state, prompt, warnings, _read_steps(observation.get("executed_steps")))
 
 
-def _check_names(observation: Mapping[str, Any], embodiment: Embodiment, warnings: dict[str, str]) -> None:
+def _check_names(observation: Mapping[str, object], embodiment: Embodiment, warnings: dict[str, str]) -> None:
     """Fields that nothing reads: misspelt ones raise BadRequest, others are a warning."""
     known = {camera.field for camera in embodiment.cameras} | {quantity.field for quantity in embodiment.state}
     known |= {"prompt", "executed_steps"}

@@ -1,10 +1,10 @@
 """msgpack for numpy, byte for byte openpi's or the package msgpack-numpy's: `pack` and `unpack`. Pure functions.
 
 openpi's: an array is a map with the byte keys `__ndarray__` (true), `data` (C order), `dtype` (numpy's `.str`),
-`shape`; a numpy scalar one with `__npgeneric__`, `data`, `dtype`. msgpack-numpy's: `nd` (true; false for a scalar), `type`,
-`kind` (empty), `shape`, `data`; a Python complex is `complex` (true) and `data`, its text. Pickled objects and records,
-which that package sends as well, are refused. Unpacking bounds what a message may cost, and the only error it raises is
-BadRequest.
+`shape`; a numpy scalar one with `__npgeneric__`, `data`, `dtype`. msgpack-numpy's: `nd` (true; false for a scalar),
+`type`, `kind` (empty), `shape`, `data`; a Python complex is `complex` (true) and `data`, its text. Pickled objects and
+records, which that package sends as well, are refused. Unpacking bounds what a message may cost, and the only error it
+raises is BadRequest.
 """
 
 from __future__ import annotations

@@ -145,9 +145,8 @@ def require_no_near_miss(fields: Iterable[str], known: Collection[str]) -> None:
 
 def _require_no_misspelt_endpoint(message: dict[str, Any]) -> None:
     """An endpoint decides about everything else, so a misspelt one is told first."""
-    require_no_near_miss(
-        [key for key, value in message.items() if isinstance(value, str) and value in _ENDPOINTS], ["endpoint"]
-    )
+    candidates = [key for key, value in message.items() if isinstance(value, str) and value in _ENDPOINTS]
+    require_no_near_miss(candidates, ["endpoint"])
 
 
 def _env_id(message: dict[str, Any]) -> str | None:
