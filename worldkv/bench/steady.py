@@ -34,7 +34,7 @@ def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) ->
                 future.result()
 
     tick(3 * num_ticks)
-    before, done = _made(bench), sum(ages)
+    before, done = made_so_far(bench), sum(ages)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -42,7 +42,7 @@ def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) ->
             tick(num_ticks)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    made = {what: count - before[what] for what, count in _made(bench).items()}
+    made = {what: count - before[what] for what, count in made_so_far(bench).items()}
     waits = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message))
     for session in sessions:
         bench.engine.close(session, "measured")
@@ -55,8 +55,10 @@ def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) ->
     }
 
 
-def _made(bench: Bench) -> dict[str, int]:
-    """How many kernels were compiled, graphs captured and attention plans built so far."""
+def made_so_far(bench: Bench) -> dict[str, int]:
+    """How many kernels were compiled, graphs captured and attention plans built so far; none but on a GPU."""
+    if bench.executor.device.type != "cuda":
+        return {}
     from worldkv.attention import cudnn
     from worldkv.models.wan import kernels_triton
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY
 from worldkv.cli.common import (
+    add_api_key,
     add_attention,
     add_block_size,
     add_device,
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from worldkv.bench.watching import Bench
 
-PARTS = ("attention", "ticks", "sessions", "steady", "profile", "memory", "baseline", "fp8")
+PARTS = ("attention", "ticks", "sessions", "paced", "steady", "profile", "memory", "baseline", "fp8")
 
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
@@ -41,12 +43,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS} (all)")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    paced = parser.add_argument_group("robots at their own pace (--parts paced)")
+    paced.add_argument("--robots", type=int, nargs="+", default=[4, 8, 16], metavar="N", help="how many (4 8 16)")
+    find = "the most robots, from the least to the most of --robots, that get 99 %% of their replies in time"
+    paced.add_argument("--find", action="store_true", help=find)
+    period = f"between a robot's asks; later replies are late ({Pace.period_s})"
+    paced.add_argument("--period", type=float, default=Pace.period_s, metavar="S", help=period)
+    paced.add_argument("--episode", type=float, metavar="S", help="after about that another robot comes (never)")
+    seconds = Pace.seconds
+    paced.add_argument("--seconds", type=float, default=seconds, metavar="S", help=f"of each run ({seconds:g})")
+    paced.add_argument("--url", help="a server that speaks openpi or RoboArena, instead of an engine in this process")
+    paced.add_argument("--dialect", choices=("openpi", "roboarena"), default="roboarena", help="for --url (roboarena)")
+    add_api_key(parser, "for --url")
     add_output(parser, "bench-output")
     add_attention(parser)
     add_block_size(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.url is not None:
+        return _paced_server(arguments)
     with spinner("starting up"):
         import torch
 
@@ -76,13 +92,78 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if "attention" in arguments.parts:
             results["attention"] = _attention(arguments, device, dtype)
-        if set(arguments.parts) - {"attention"}:
+        if "paced" in arguments.parts:
+            results["paced"] = _paced(arguments, device, dtype)
+        if set(arguments.parts) - {"attention", "paced"}:
             _measure_engine(arguments, device, dtype, results)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
-    _plot(arguments.output, results)
+    return _leave(arguments.output, results)
+
+
+def _leave(folder: Path, results: Figures) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+    _plot(folder, results)
     print(json.dumps(results))
     return 0
+
+
+def _paced(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Figures:
+    """On a fresh engine each."""
+    from worldkv.bench.paced_ways import measure_engine
+
+    def measure(num_robots: int) -> Figures:
+        config = EngineConfig(
+            block_size=arguments.block_size, max_sessions=num_robots, max_rows=128, attention=arguments.attention
+        )
+        return measure_engine(arguments.model, config, device, dtype, num_robots, _pace(arguments))
+
+    return _by_robots(arguments, measure)
+
+
+def _paced_server(arguments: argparse.Namespace) -> int:
+    from worldkv.bench.paced_ways import measure_server
+
+    def measure(num_robots: int) -> Figures:
+        way = (arguments.url, arguments.dialect, arguments.api_key)
+        return measure_server(*way, num_robots, _pace(arguments))
+
+    about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
+    return _leave(arguments.output, {**about, "paced": _by_robots(arguments, measure)})
+
+
+def _pace(arguments: argparse.Namespace) -> Pace:
+    return Pace(arguments.period, episode_s=arguments.episode, seconds=arguments.seconds)
+
+
+def _by_robots(arguments: argparse.Namespace, measure: Callable[[int], Figures]) -> Figures:
+    from worldkv.bench.paced import largest_in_time
+
+    rows: list[Figures] = []
+
+    def share_late(num_robots: int) -> float:
+        row = measure(num_robots)
+        rows.append(row)
+        print(
+            f"  {num_robots:>3} robots, one reply each {arguments.period:g} s: p50 {row['p50_ms']} ms, p99 "
+            f"{row['p99_ms']} ms, worst {row['worst_ms']} ms, {100 * row['share_late']:.1f} % of {row['replies']} late"
+            + (f"; made after ready: {row['made_after_ready']}" if "made_after_ready" in row else ""),
+            flush=True,
+        )
+        for part in row["by_ten_seconds"]:
+            print(
+                f"      {part['from_s']:>4.0f} s: p50 {part['p50_ms']} ms, p99 {part['p99_ms']} ms, worst "
+                f"{part['worst_ms']} ms, {100 * part['share_late']:.1f} % late"
+            )
+        return float(row["share_late"])
+
+    measured: Figures = {"period_s": arguments.period, "episode_s": arguments.episode}
+    if arguments.find:
+        measured["most_robots"] = largest_in_time(share_late, min(arguments.robots), max(arguments.robots))
+        print(f"  {measured['most_robots']} robots get 99 % of their replies within {arguments.period:g} s")
+    else:
+        for num_robots in arguments.robots:
+            share_late(num_robots)
+    return {**measured, "rows": sorted(rows, key=lambda row: int(row["robots"]))}
 
 
 def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:

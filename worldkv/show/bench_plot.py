@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 _COLOURS = {"reference": "#8c98a4", "cudnn": "#2f9e75", "flash4": "#2563a8"}
@@ -24,7 +25,7 @@ def plot_bench(path: Path, results: dict[str, Any]) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw_ticks(axes: Any, results: dict[str, Any]) -> None:
+def _draw_ticks(axes: Axes, results: dict[str, Any]) -> None:
     histories = [1, 3, 5, 7]
     series = (("baseline", "plain baseline", _GREY), ("ticks", "paged", _BLUE), ("fp8", "paged, float8", _GREEN))
     for name, label, colour in series:
@@ -36,7 +37,7 @@ def _draw_ticks(axes: Any, results: dict[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_attention(axes: Any, results: dict[str, Any]) -> None:
+def _draw_attention(axes: Axes, results: dict[str, Any]) -> None:
     rows = [row for row in results["attention"] if "ms" in row and row["backend"] != "dense"]
     labels = [f"{row['shape']}\n{row['backend']}" for row in rows]
     axes.barh(labels, [row["ratio"] for row in rows], color=[_COLOURS.get(row["backend"], _GREY) for row in rows])
@@ -46,7 +47,7 @@ def _draw_attention(axes: Any, results: dict[str, Any]) -> None:
     axes.tick_params(labelsize=7)
 
 
-def _draw_sessions(axes: Any, results: dict[str, Any]) -> None:
+def _draw_sessions(axes: Axes, results: dict[str, Any]) -> None:
     rows = results["sessions"]
     counts = [row["sessions"] for row in rows]
     axes.plot(counts, [row["p50_ms"] for row in rows], "o-", color=_BLUE, label="p50")
@@ -57,8 +58,25 @@ def _draw_sessions(axes: Any, results: dict[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _title(axes: Any, text: str) -> None:
+def _draw_paced(axes: Axes, results: dict[str, Any]) -> None:
+    rows, deadline = results["paced"]["rows"], 1e3 * results["paced"]["period_s"]
+    robots = [row["robots"] for row in rows]
+    for name, label, colour, line in (
+        ("p50_ms", "p50", _BLUE, "o-"),
+        ("p99_ms", "p99", _ORANGE, "o--"),
+        ("worst_ms", "worst", _GREY, "o:"),
+    ):
+        axes.plot(robots, [row[name] for row in rows], line, color=colour, label=label)
+    axes.axhline(deadline, color=_INK, linewidth=1)
+    axes.annotate("late", (1, deadline), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=_INK)
+    _title(axes, "reply time of robots at their own pace, ms")
+    axes.set_xlabel("robots")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+
+
+def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11, color=_INK)
 
 
-_PANELS = {"ticks": _draw_ticks, "attention": _draw_attention, "sessions": _draw_sessions}
+_PANELS = {"ticks": _draw_ticks, "attention": _draw_attention, "sessions": _draw_sessions, "paced": _draw_paced}

@@ -1,0 +1,116 @@
+"""The ways that paced robots take to a model: an engine in this process, or any server that speaks their dialects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from worldkv.bench.models import build_engine
+from worldkv.bench.paced import Ask, Connect, Figures, Pace, drive, summarise
+from worldkv.bench.steady import made_so_far
+from worldkv.bench.ticks import make_inputs
+from worldkv.bench.watching import Bench
+from worldkv.client import PolicyClient
+from worldkv.engine.engine import EngineConfig
+
+_VARIANTS = 4  # of a robot's images: making noise anew for every ask would take the time of what is measured
+
+
+def to_engine(bench: Bench) -> Connect:
+    """Each robot a session of the engine's; ticks carry their deadline."""
+    first = [make_inputs(bench, seed, 1) for seed in range(_VARIANTS)]
+    later = [make_inputs(bench, seed, 4) for seed in range(_VARIANTS)]
+
+    @contextmanager
+    def connect(robot: int) -> Iterator[Ask]:
+        session = bench.engine.open_session()
+
+        def ask(number: int, due: float) -> None:
+            inputs = (later if number else first)[(robot + number) % _VARIANTS]
+            np.asarray(bench.engine.submit(session, inputs, due).result().result.actions)
+
+        try:
+            yield ask
+        finally:
+            bench.engine.close(session, "measured")
+
+    return connect
+
+
+def measure_engine(
+    model: str,
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    num_robots: int,
+    pace: Pace,
+) -> Figures:
+    """Robots on a fresh engine in this process, from the moment that it calls itself ready."""
+    bench = build_engine(model, config, device, dtype)
+    try:
+        began = time.perf_counter()
+        bench.engine.warm_up()
+        warm_up_s, before = time.perf_counter() - began, made_so_far(bench)
+        answers = drive(to_engine(bench), num_robots, pace)
+        made = {what: count - before[what] for what, count in made_so_far(bench).items()}
+    finally:
+        bench.engine.shutdown()
+    return {
+        "robots": num_robots,
+        "warm_up_s": round(warm_up_s, 1),
+        "made_after_ready": made,
+        **summarise(answers, pace),
+    }
+
+
+def to_server(url: str, dialect: str, api_key: str | None, prompt: str = "pick up the cup") -> Connect:
+    """Each robot a socket of its own, to `url`; images are of the size that the greeting asks for."""
+
+    @contextmanager
+    def connect(robot: int) -> Iterator[Ask]:
+        with PolicyClient(url, dialect=dialect, api_key=api_key) as client:
+            observations = [droid_observation(client.metadata, dialect, [robot, v], prompt) for v in range(_VARIANTS)]
+
+            def ask(number: int, due: float) -> None:
+                client.infer(observations[number % _VARIANTS] if number else _newest(observations[0]))
+
+            yield ask
+
+    return connect
+
+
+def measure_server(url: str, dialect: str, api_key: str | None, num_robots: int, pace: Pace) -> Figures:
+    """Robots on a server that is ready."""
+    answers = drive(to_server(url, dialect, api_key), num_robots, pace)
+    return {"robots": num_robots, **summarise(answers, pace)}
+
+
+def droid_observation(metadata: Mapping[str, object], dialect: str, seed: list[int], prompt: str) -> dict[str, object]:
+    """Noise for DROID's cameras, four frames each, and a state; `metadata`: the server's greeting."""
+    rng = np.random.default_rng(seed)
+    size = metadata.get("image_resolution")
+    height, width = size if isinstance(size, list) else (180, 320)
+    cameras = ["exterior_image_1_left"]
+    if dialect == "roboarena":
+        cameras = [f"exterior_image_{n}_left" for n in range(2 if metadata.get("n_external_cameras") != 1 else 1)]
+    if metadata.get("needs_wrist_camera", True):
+        cameras.append("wrist_image_left")
+    images = {f"observation/{name}": rng.integers(0, 256, (4, height, width, 3), dtype=np.uint8) for name in cameras}
+    return {
+        **images,
+        "observation/joint_position": rng.uniform(-0.5, 0.5, 7),
+        "observation/gripper_position": rng.uniform(0, 1, 1),
+        "prompt": prompt,
+    }
+
+
+def _newest(observation: Mapping[str, object]) -> dict[str, object]:
+    """A first observation: of each camera the newest frame."""
+    return {
+        name: value[-1] if isinstance(value, np.ndarray) and value.ndim == 4 else value
+        for name, value in observation.items()
+    }
