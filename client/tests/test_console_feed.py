@@ -49,3 +49,27 @@ def test_a_refusal_says_what_to_give_and_an_end_says_what_to_check() -> None:
             pass
         with pytest.raises(ConnectionLost, match="check the address"), console_feed(url, "key") as (socket, _):
             hear(socket, "what never comes")
+
+
+@pytest.mark.parametrize("said", [b"\x80", "unauthorised: none came [error 1f]", "[]", '{"type": "overview"}'])
+def test_what_is_no_console_is_told_with_what_to_leave_out(said: Any) -> None:
+    def greet(ws: ServerConnection) -> None:
+        ws.send(said)
+        ws.recv()
+
+    with serve(greet, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            port = server.socket.getsockname()[1]
+            words = r"no console: leave '/arm' out|not a message of a console"
+            with pytest.raises(ConnectionLost, match=words), console_feed(f"127.0.0.1:{port}/arm", "key"):
+                pass
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_an_error_of_the_one_who_looks_is_not_the_server_s() -> None:
+    with console() as url, pytest.raises(OSError, match=r"^the disk is full$"), console_feed(url, "key"):
+        raise OSError("the disk is full")

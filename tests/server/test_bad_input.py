@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgpack
+import msgpack_numpy
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 
 from engines import random_checkpoint
-from server_fakes import eventually, http_get, raw_client, receive
+from server_fakes import ask, eventually, http_get, raw_client, receive
 from websockets.exceptions import ConnectionClosed
 
 from worldkv.client import PolicyClient
@@ -72,14 +73,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "image channels first": (observation() | {LEFT: images(3, 90, 160)}, "move the channels last"),
     "image of four channels": (observation() | {LEFT: images(90, 160, 4)}, "got uint8 [90, 160, 4]"),
     "image of five axes": (observation() | {LEFT: images(1, 1, 90, 160, 3)}, "got uint8 [1, 1, 90, 160, 3]"),
-    "image of floats": (observation() | {LEFT: images(90, 160, 3, dtype=np.float32)}, "convert to uint8"),
-    "image of int64": (observation() | {LEFT: images(90, 160, 3, dtype=np.int64)}, "convert to uint8"),
+    "image of floats": (observation() | {LEFT: images(90, 160, 3, dtype=np.float32)}, "these are all 0: send uint8"),
+    "image of floats to 255": (observation() | {LEFT: np.full((90, 160, 3), 200.0)}, "np.round(x).astype(np.uint8)"),
+    "image of int64": (observation() | {LEFT: images(90, 160, 3, dtype=np.int64)}, "send them as uint8"),
     "image as a list": (observation() | {LEFT: [[1, 2, 3]]}, "expected an array"),
     "image as text": (observation() | {LEFT: "jpeg"}, "expected an array"),
     "image of no frames": (observation() | {LEFT: images(0, 90, 160, 3)}, "expected at least one frame"),
     "image of no pixels": (observation() | {LEFT: images(4, 0, 0, 3)}, "expected at least one frame"),
     "image of another aspect": (observation() | {LEFT: images(4, 160, 160, 3)}, "do not stretch it"),
-    "cameras of two lengths": (observation() | {LEFT: images(3, 90, 160, 3)}, "the same number of frames from each"),
+    "cameras of two lengths": (observation() | {LEFT: images(2, 90, 160, 3)}, "the same number of frames from each"),
     "joints NaN": (observation() | {JOINTS: np.full(7, np.nan)}, f"{JOINTS}: expected 7 finite numbers"),
     "joints infinite": (observation() | {JOINTS: np.array([np.inf] + [0] * 6)}, "expected 7 finite numbers"),
     "six joints": (observation() | {JOINTS: np.zeros(6)}, "got shape [6]"),
@@ -89,6 +91,14 @@ BAD: dict[str, tuple[Any, str]] = {
     "gripper NaN": (observation() | {GRIPPER: float("nan")}, f"{GRIPPER}: expected 1 finite number"),
     "prompt empty": (observation() | {"prompt": " \n"}, "prompt: expected an instruction"),
     "prompt of 100 kB": (observation() | {"prompt": "x" * 100_000}, "at most 4096 characters, got 100000"),
+    "prompt None": (observation() | {"prompt": None}, "prompt: expected a text, got None"),
+    "prompt misspelt": (without("prompt") | {"promt": "wipe"}, "promt: nothing reads this field; did you mean prompt?"),
+    "session id misspelt": (observation() | {"sesion_id": "a"}, "sesion_id: nothing reads this field; did you mean"),
+    "environment misspelt": (observation() | {"env-id": 1}, "env-id: nothing reads this field; did you mean env_id?"),
+    "camera misspelt": (
+        without(LEFT) | {LEFT.replace("image_", "image"): images(90, 160, 3)}, f"did you mean {LEFT}?",
+    ),
+    "environment a list": (observation() | {"env_id": [1]}, "env_id: expected a str"),
     "prompt a number": (observation() | {"prompt": 7}, "prompt: expected a text, got int"),
     "prompt a list": (observation() | {"prompt": ["wipe"]}, "prompt: expected a text, got list"),
     "session id a float": (observation() | {"session_id": 1.5}, "session_id: expected a str"),
@@ -113,6 +123,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "an image of negative size": (lying_array([-1, 4, 3]), ""),
     "an image of objects": (
         bytes(msgpack.packb({LEFT: {b"__ndarray__": True, b"data": b"", b"dtype": "|O", b"shape": [0]}})), "",
+    ),
+    "msgpack-numpy's objects": (msgpack_numpy.packb({LEFT: np.array([{}])}), "a pickle, which is never opened"),
+    "msgpack-numpy's records": (msgpack_numpy.packb({LEFT: np.zeros(2, "<f4,<f4")}), "got a record"),
+    "msgpack-numpy's complex": (
+        msgpack_numpy.packb(observation() | {"endpoint": "infer", "session_id": "victim", JOINTS: np.full(7, 1j)}),
+        f"{JOINTS}: expected 7 finite numbers, got ndarray of complex128",
     ),
     "text where binary belongs": ("infer", "message: expected a binary frame of msgpack, got str"),
 }  # fmt: skip
@@ -191,3 +207,17 @@ def test_bad_requests_take_no_room_and_open_nothing(server: PolicyServer) -> Non
     after = engine.capacity()
     assert (after.num_charged, after.num_sessions) == (before.num_charged, before.num_sessions)
     assert not [entry for entry in server._service.sessions.of("") if "nobody" in entry.session_id]
+
+
+def test_fields_that_nothing_reads_are_told_once_a_session_in_reply_and_log(
+    server: PolicyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = {"endpoint": "infer", "session_id": "unread", "details": True, "observation/depth": np.zeros((4, 4))}
+    with raw_client(server.port, greeted=False) as ws, caplog.at_level("WARNING"):
+        receive(ws)
+        first, second = (ask(ws, observation(seed=seed) | message) for seed in range(2))
+    told = [text for text in first["warnings"] if "nothing reads the field observation/depth" in text]
+    assert len(told) == 1
+    assert f"this robot's are executed_steps, {LEFT}" in told[0]
+    assert not any("nothing reads" in text for text in second.get("warnings", ()))
+    assert sum("nothing reads the field observation/depth" in text for text in caplog.messages) == 1
