@@ -1,10 +1,15 @@
-"""Shared fixtures: where the golden checkpoints and the recorded robot episode lie, if they are there at all."""
+"""Shared fixtures: where the golden checkpoints and the recorded robot episode lie, if they are there at all. No proxy
+of this machine's surroundings comes between the tests and their servers."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[variable]
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -173,6 +173,14 @@ def test_a_proxy_s_password_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert f"http://***@127.0.0.1:{proxy.port}" in str(lost.value)
 
 
+def test_who_expects_tls_of_a_server_without_it_is_told() -> None:
+    with misbehaving(CountingServer()) as port:
+        with pytest.raises(ConnectionLost, match=r"worldkv itself speaks no TLS: is it ws:// that you mean\?"):
+            PolicyClient("wss://127.0.0.1", port, connect_wait=0).infer(ROBOARENA)
+        with pytest.raises(OSError, match=r"SSL.*worldkv itself speaks no TLS"):
+            Route.to(ServerAddress.parse("https://127.0.0.1", port)).http("/healthz")
+
+
 @pytest.mark.parametrize("given", ["socks://127.0.0.1:1", "socks5h://127.0.0.1:1"])
 def test_a_socks_proxy_carries_websockets_only(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("all_proxy", given)
