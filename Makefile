@@ -98,13 +98,13 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml client/pyproject.toml
 
 $(VENV)/.test: $(VENV)/.run
 	@echo "== installing what the tests need (once)"
-	@$(BIN)/python $(INSTALL) -e ./client -e '.[all,sim,test]'
+	@$(BIN)/python $(INSTALL) -e ./client -e '.[all,sim,test,browser]'
 	@$(BIN)/python $(INSTALL) --no-deps openpi-client==0.1.2
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.test
 	@echo "== installing ruff and mypy (once)"
-	@$(BIN)/python $(INSTALL) -e ./client -e '.[all,sim,test,check]'
+	@$(BIN)/python $(INSTALL) -e ./client -e '.[all,sim,test,browser,check]'
 	@touch $@
 
 # The client without what it needs: its errors need nothing.

@@ -248,6 +248,10 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
         """Move the session's K/V to host memory until its next tick. Raises SessionBusy during a tick."""
         self._engine.park(self.handle)
 
+    def resume(self) -> None:
+        """Bring a parked session's K/V back before its next tick does. Raises AdmissionRefused."""
+        self._engine.resume(self.handle)
+
     def describe(self) -> dict[str, Any]:
         """What people and programs are shown of a session; plain values."""
         info = self._engine.describe(self.handle)

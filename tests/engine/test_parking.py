@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from engines import inside, make_engine, make_inputs  # noqa: E402
+from server_fakes import eventually  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.errors import AdmissionRefused  # noqa: E402
@@ -130,4 +131,32 @@ def test_a_snapshot_has_idle_sessions_parked_where_it_finds_no_room() -> None:
     assert engine.describe(first).parked
     assert not engine.describe(second).parked
     engine.release(snapshot)
+    engine.shutdown()
+
+
+def test_a_session_that_is_resumed_ticks_as_if_it_had_never_been_parked() -> None:
+    engine = make_engine("ti2v", block_size=16)
+    session = engine.open_session()
+    ticks(engine, session, 0, 2)
+    fork = engine.fork(session)
+    expected = ticks(engine, fork, 5, 1)[0]
+    before = engine.describe(session)
+    engine.park(session)
+    for _ in range(2):  # safe twice
+        engine.resume(session)
+        assert engine.describe(session) == before
+    assert same(ticks(engine, session, 5, 1)[0], expected)
+    engine.shutdown()
+
+
+def test_a_session_that_is_resumed_is_not_parked_again_at_once() -> None:
+    engine = make_engine("ti2v", block_size=16, park_after_s=1.0)
+    session = engine.open_session()
+    ticks(engine, session, 0, 1)
+    eventually(lambda: engine.describe(session).parked)
+    resumed = time.monotonic()
+    engine.resume(session)
+    assert not engine.describe(session).parked
+    eventually(lambda: engine.describe(session).parked)
+    assert time.monotonic() - resumed > 0.9
     engine.shutdown()

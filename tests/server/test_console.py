@@ -115,14 +115,19 @@ def test_an_overview_holds_sessions_blocks_and_rows(server: PolicyServer) -> Non
         assert hello["random_weights"] is True
         assert hello["about"]["cameras"][2]["place"] == "top, twice as wide"
         assert hello["weight_bytes"] > 1e5
+        assert hello["about"]["axes"] == {
+            "joint_position": {"meaning": "radians", "range": None},
+            "gripper_position": {"meaning": "0 (open) to 1 (closed)", "range": [0, 1]},
+        }
         before = hear(socket, "overview")
         robot.infer(observation(0))
         robot.infer(observation(1))
         told = hear(socket, "overview")
-        while told["rows"] == before["rows"] or told["sessions"][0]["ticks"] < 2:
+        while told["rows"] == before["rows"] or not told["sessions"] or told["sessions"][0]["ticks"] < 2:
             told = hear(socket, "overview")
         (session,) = told["sessions"]
         assert (session["id"], session["ticks"], session["state"], session["connections"]) == ("arm", 2, "live", 1)
+        assert 0 < session["latency_span_s"] < session["age_s"] < 60
         assert session["margin_s"] == pytest.approx(0.4 - session["latency_ms"][-1] / 1e3, abs=1e-3)
         cells = {name: base64.b64decode(told["blocks"][name]) for name in ("owner", "branch", "shared")}
         assert len(cells["owner"]) == told["blocks"]["num"] == told["memory"]["total"]

@@ -1,185 +1,263 @@
-"""The console in headless Chromium, with a robot ticking; skipped where no Chromium or selenium is."""
+"""The console in headless Chromium, with a robot ticking: what its buttons and keys do, and what a page says when the
+server goes away."""
 
 from __future__ import annotations
 
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
-CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("no chromium and chromedriver here", allow_module_level=True)
 
-from engines import random_checkpoint  # noqa: E402
-from selenium.webdriver.chrome.service import Service  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from server_fakes import eventually, http_get  # noqa: E402
+from console_page import (
+    PATIENCE_S,
+    call,
+    click,
+    displayed,
+    num_colours,
+    observation,
+    panel,
+    press,
+    robot,
+    row,
+    serving,
+    shown,
+    visit,
+    wait_for,
+)
+from server_fakes import eventually, http_get
 
-from worldkv.client import PolicyClient  # noqa: E402
-from worldkv.engine.engine import EngineConfig  # noqa: E402
-from worldkv.load import load_policy  # noqa: E402
-from worldkv.robots.policy import Policy  # noqa: E402
-from worldkv.server.server import PolicyServer, ServerConfig  # noqa: E402
-from worldkv.server.sessions import Entry  # noqa: E402
+from worldkv.client import PolicyClient
+from worldkv.robots.policy import Policy
+from worldkv.server.server import PolicyServer, ServerConfig
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.timeout(180)]
+ESCAPE = "\ue00c"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,1400"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    severe = [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
-    driver.quit()
-    unexpected = [text for text in severe if "WebSocket" not in text and "ERR_CONNECTION" not in text]
-    assert not unexpected, "the page logged errors"
+def state_of(server: PolicyServer, name: str) -> dict[str, Any]:
+    return call(server, "GET", f"sessions/{name}")
 
 
-@pytest.fixture(scope="module")
-def policy() -> Iterator[Policy]:
-    policy = load_policy(random_checkpoint("ti2v"), EngineConfig(block_size=16, max_sessions=6))
-    yield policy
-    policy.close()
-    policy.engine.shutdown()
+def test_from_the_overview_to_two_futures_side_by_side(browser: Any, console_server: PolicyServer) -> None:
+    with robot(console_server):
+        visit(browser, console_server)
+        wait_for(browser, "1 open")
+        eventually(lambda: num_colours(browser, "canvas[aria-label='blocks of the pool']") > 3, PATIENCE_S)
+        first = int(shown(browser, row("arm", "ticks")))
+        eventually(lambda: int(shown(browser, row("arm", "ticks"))) > first, PATIENCE_S)
+        eventually(lambda: num_colours(browser, f"{row('arm')} canvas") > 1, PATIENCE_S)
+        browser.find_element("link text", "arm").click()
+        wait_for(browser, "stack the cups")
+        for name, least in (("wrist_image_left", 100), ("imagined video", 100), ("actions of the chunk", 2)):
+            canvas = f"canvas[aria-label='{name}']"
+            eventually(lambda c=canvas, n=least: num_colours(browser, c) > n, PATIENCE_S)
+        click(browser, "Fork")
+        wait_for(browser, "goes on from arm", panel("arm-fork1"))
+        assert len(displayed(browser, "article.session")) == 2
+        click(browser, "Imagine", panel("arm-fork1"))
+        video = f"{panel('arm-fork1')} canvas[aria-label='imagined video']"
+        eventually(lambda: num_colours(browser, video) > 100, PATIENCE_S)
+        press(browser, ESCAPE)
+        wait_for(browser, "2 open")
 
 
-@pytest.fixture
-def server(policy: Policy) -> Iterator[PolicyServer]:
-    with PolicyServer(policy, ServerConfig(port=0)) as server:
+def test_a_parked_session_is_resumed_by_a_button_and_has_lost_nothing(
+    browser: Any, console_server: PolicyServer
+) -> None:
+    with PolicyClient(port=console_server.port, session_id="arm") as client:
+        client.infer(observation(0))
+        client.infer(observation(1))
+        visit(browser, console_server, "#/s/arm")
+        wait_for(browser, "live", ".chip")
+        before = state_of(console_server, "arm")["frames_seen"]
+        assert "Resume" not in displayed(browser, ".toolbar button")
+        click(browser, "Park")
+        wait_for(browser, "parked", ".session .chip")
+        assert "Park" not in displayed(browser, ".toolbar button")
+        click(browser, "Resume")
+        wait_for(browser, "live", ".session .chip")
+        assert "was resumed" in shown(browser, ".log")
+        assert "2 ticks" in shown(browser, ".session")
+        state = state_of(console_server, "arm")
+        assert (state["state"], state["frames_seen"]) == ("live", before)
+
+
+def test_a_restore_goes_to_the_session_that_is_looked_at_and_names_it_and_its_robot(
+    browser: Any, console_server: PolicyServer
+) -> None:
+    with PolicyClient(port=console_server.port, session_id="arm") as client:
+        for tick in range(3):
+            client.infer(observation(tick))
+        call(console_server, "POST", "sessions/arm/fork", {"session_id": "fork"})
+        snapshot = call(console_server, "POST", "sessions/fork/snapshot", {})
+        client.infer(observation(3))
+        frames = state_of(console_server, "arm")["frames_seen"]
+        assert frames > snapshot["frames_seen"]
+        visit(browser, console_server, "#/s/arm")
+        wait_for(browser, "snapshot", panel("arm"))
+        assert "go back" not in displayed(browser, "button"), "the snapshot is another session's"
+        click(browser, "put arm here")
+        question = shown(browser, "#ask")
+        for words in ("Put arm back to fork's snapshot", "What arm has seen", "A robot is connected to arm"):
+            assert words in question
+        click(browser, "Keep it")
+        assert state_of(console_server, "arm")["frames_seen"] == frames
+        call(console_server, "POST", "sessions/fork/imagine", {})
+        visit(browser, console_server, "#/s/fork")
+        wait_for(browser, "snapshot", panel("fork"))
+        click(browser, "go back")
+        assert "Put fork back to its snapshot" in shown(browser, "#ask")
+        assert "robot" not in shown(browser, "#ask"), "nobody is connected to the fork"
+        click(browser, "Put fork back")
+        wait_for(browser, "went back to a snapshot of fork", ".log")
+        assert state_of(console_server, "fork")["frames_seen"] == snapshot["frames_seen"]
+        assert state_of(console_server, "arm")["frames_seen"] == frames
+
+
+def test_what_is_lost_is_asked_about_first(browser: Any, console_server: PolicyServer) -> None:
+    with robot(console_server):
+        visit(browser, console_server, "#/s/arm")
+        wait_for(browser, "stack the cups")
+        for letter, question in (("r", "Reset arm?"), ("c", "Close arm?"), ("i", "Imagine a tick of arm?")):
+            press(browser, letter)
+            wait_for(browser, question, "#ask")
+            assert "A robot is connected to arm" in shown(browser, "#ask")
+            click(browser, "Keep it")
+        assert "was reset" not in shown(browser, ".log")
+        click(browser, "Reset")
+        click(browser, "Reset it")
+        wait_for(browser, "was reset", ".log")
+
+
+def test_keys_act_on_one_of_two_panels_and_are_listed(browser: Any, console_server: PolicyServer) -> None:
+    for name in ("left", "right"):
+        call(console_server, "POST", "sessions", {"session_id": name})
+    visit(browser, console_server, "#/s/left,right")
+    wait_for(browser, "open, nobody connected", panel("right"))
+    assert displayed(browser, ".focused h1") == ["1 left keys act here"]
+    press(browser, "2")
+    press(browser, "p")
+    wait_for(browser, "parked", f"{panel('right')} .chip")
+    assert shown(browser, f"{panel('left')} .chip") == "open, nobody connected"
+    browser.find_element("css selector", f"{panel('left')} h1").click()
+    press(browser, "s")
+    wait_for(browser, "a snapshot was taken", f"{panel('left')} .log")
+    assert "snapshot" not in shown(browser, f"{panel('right')} .log")
+    press(browser, "?")
+    keys = displayed(browser, "#keys kbd")
+    assert sorted(keys) == sorted(["?", "Esc", "/", "1 to 4", *"fsipdrc"])
+    assert all(displayed(browser, "#keys dd")), "a key without a word about it"
+    click(browser, "Done")
+    press(browser, "2")
+    press(browser, "c")
+    click(browser, "Close it")
+    eventually(lambda: displayed(browser, "h1") == ["left"], PATIENCE_S)
+
+
+def test_a_server_that_dies_makes_the_page_old_and_one_that_comes_back_makes_it_live(
+    browser: Any, console_policy: Policy
+) -> None:
+    with serving(console_policy) as first, PolicyClient(port=first.port, session_id="arm") as client:
+        client.infer(observation(0))
+        visit(browser, first)
+        wait_for(browser, "live", "#status")
+        wait_for(browser, "live", row("arm", "state"))
+        browser.execute_script("document.body.style.minHeight = '5000px'; scrollTo(0, 3000)")
+    wait_for(browser, "The server does not answer. What you see is 1 s old", "#banner")
+    top, bottom, height = browser.execute_script(
+        "const r = document.getElementById('banner').getBoundingClientRect(); return [r.top, r.bottom, innerHeight]"
+    )
+    assert 0 <= top < bottom <= height, "the banner has scrolled away"
+    assert "live" not in shown(browser, "#status")
+    assert shown(browser, row("arm", "state")) in ("was live", "was busy")
+    wait_for(browser, "2 s old", "#status")  # it ages
+    browser.execute_script("location.hash = '#/s/arm'")
+    wait_for(browser, "was ", ".session .chip")
+    assert not [b for b in browser.find_elements("css selector", ".toolbar button") if b.is_enabled()]
+    browser.execute_script("location.hash = '#/'")
+    with serving(console_policy, port=first.port):
+        wait_for(browser, "No session is open")
+        assert shown(browser, "#status") == "live"
+        assert not displayed(browser, "#banner")
+
+
+def test_a_server_that_is_connected_and_silent_is_not_live(browser: Any, console_server: PolicyServer) -> None:
+    visit(browser, console_server)
+    wait_for(browser, "live", "#status")
+    loop = console_server._service.closing.get_loop()
+    loop.call_soon_threadsafe(time.sleep, 6)
+    wait_for(browser, "The server says nothing.", "#banner")
+    assert "live" not in shown(browser, "#status")
+    eventually(lambda: shown(browser, "#status") == "live" and not displayed(browser, "#banner"), PATIENCE_S)
+
+
+def test_a_warm_up_that_fails_is_told(browser: Any, console_policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    with PolicyServer(console_policy, ServerConfig(port=0)) as server:
         eventually(lambda: http_get(server.port, "/healthz")[0] == 200, 30)
-        yield server
+        monkeypatch.setattr(server._service, "warm_up_error", RuntimeError("no memory"))
+
+        async def ends_when_told(_: int) -> bool:  # at once otherwise, too soon for a page
+            return bool(server._uvicorn.should_exit)
+
+        monkeypatch.setattr(server._uvicorn, "on_tick", ends_when_told)
+        visit(browser, server)
+        wait_for(browser, "warm-up failed", "#banner")
+        assert "live" not in shown(browser, "#status")
 
 
-@pytest.fixture
-def robot(server: PolicyServer) -> Iterator[None]:
-    """One that ticks all the time; a closed session does not stop it."""
-    stop = threading.Event()
-
-    def drive() -> None:
-        rng = np.random.default_rng(0)
-        with PolicyClient(port=server.port, session_id="arm") as client:
-            number = 0
-            while not stop.wait(0.15):
-                frames = rng.integers(0, 256, (3, 1 if number == 0 else 4, 180, 320, 3), dtype=np.uint8)
-                observation = {f"observation/exterior_image_{n}_left": frames[n] for n in (0, 1)}
-                observation |= {"observation/wrist_image_left": frames[2], "prompt": "stack the cups"}
-                observation |= {"observation/joint_position": np.zeros(7), "observation/gripper_position": np.zeros(1)}
-                client.infer(observation)
-                number += 1
-
-    thread = threading.Thread(target=drive, daemon=True)
-    thread.start()
-    yield
-    stop.set()
-    thread.join(10)
+def test_a_session_that_opens_ends_and_opens_again_while_it_is_looked_at(
+    browser: Any, console_server: PolicyServer
+) -> None:
+    visit(browser, console_server, "#/s/late")
+    wait_for(browser, "This session is not open.")
+    for _ in range(2):
+        call(console_server, "POST", "sessions", {"session_id": "late"})
+        with robot(console_server, "late"):
+            wait_for(browser, "stack the cups", panel("late"))
+            eventually(lambda: num_colours(browser, "canvas[aria-label='wrist_image_left']") > 100, PATIENCE_S)
+        call(console_server, "DELETE", "sessions/late")
+        wait_for(browser, "This session is not open: it was deleted")
 
 
-def seen(browser: Any, text: str) -> Callable[[], bool]:
-    return lambda: text in browser.find_element(By.TAG_NAME, "body").text
-
-
-def click(browser: Any, words: str, number: int = 0) -> None:
-    browser.find_elements(By.XPATH, f"//button[text()='{words}']")[number].click()
-
-
-def pixels(browser: Any, selector: str) -> int:
-    """How many different colours a canvas shows."""
-    script = """const c = document.querySelector(arguments[0]); if (!c || !c.width) return 0;
-        const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; const s = new Set();
-        for (let i = 0; i < d.length; i += 4) s.add((d[i] << 16) + (d[i + 1] << 8) + d[i + 2]); return s.size;"""
-    return int(browser.execute_script(script, selector))
-
-
-def test_from_the_overview_to_two_futures_side_by_side(browser: Any, server: PolicyServer, robot: None) -> None:
-    browser.get(f"http://127.0.0.1:{server.port}/")
-    eventually(seen(browser, "1 open"), 20)
-    assert seen(browser, "random weights")()
-    eventually(lambda: pixels(browser, "canvas[aria-label='blocks of the pool']") > 3, 20)
-    first = int(browser.find_element(By.CSS_SELECTOR, "tr[data-id=arm] td:nth-child(8)").text)
-    eventually(lambda: int(browser.find_element(By.CSS_SELECTOR, "tr[data-id=arm] td:nth-child(8)").text) > first, 20)
-    browser.find_element(By.LINK_TEXT, "arm").click()
-    eventually(seen(browser, "stack the cups"), 20)
-    eventually(lambda: pixels(browser, "canvas[aria-label='wrist_image_left']") > 100, 20)
-    eventually(lambda: pixels(browser, "canvas[aria-label='imagined video']") > 100, 20)
-    assert pixels(browser, "canvas[aria-label='actions of the chunk']") > 2
-    click(browser, "Fork")
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "article.session")) == 2, 20)
-    eventually(seen(browser, "goes on from arm"), 20)
-    click(browser, "Imagine", 1)
-    eventually(lambda: pixels(browser, "article[data-id='arm-fork1'] canvas[aria-label='imagined video']") > 100, 20)
-    click(browser, "Snapshot", 1)
-    eventually(seen(browser, "a snapshot was taken"), 20)
-    click(browser, "Park", 1)
-    eventually(seen(browser, "parked ·"), 20)
-    click(browser, "Imagine", 1)  # resumes
-    eventually(seen(browser, "2 ticks"), 20)
-    browser.find_element(By.TAG_NAME, "body").send_keys(Keys.ESCAPE)
-    eventually(seen(browser, "2 open"), 20)
-
-
-def test_what_is_lost_is_asked_about_first(browser: Any, server: PolicyServer, robot: None) -> None:
-    eventually(lambda: "arm" in server._service.app.engine.core.names, 20)
-    browser.get(f"http://127.0.0.1:{server.port}/#/s/arm")
-    eventually(seen(browser, "stack the cups"), 20)
-    browser.find_element(By.TAG_NAME, "body").send_keys("r")
-    eventually(seen(browser, "Reset arm?"), 10)
-    click(browser, "Keep it")
-    assert not seen(browser, "was reset")()
-    click(browser, "Reset")
-    click(browser, "Reset it")
-    eventually(seen(browser, "was reset"), 20)
-
-
-def test_a_server_that_goes_away_comes_back_by_itself(browser: Any, policy: Policy) -> None:
-    with PolicyServer(policy, ServerConfig(port=0)) as first:
-        port = first.port
-        eventually(lambda: http_get(port, "/healthz")[0] == 200, 30)
-        browser.get(f"http://127.0.0.1:{port}/")
-        eventually(seen(browser, "No session is open"), 20)
-    eventually(seen(browser, "The server does not answer"), 20)
-    with PolicyServer(policy, ServerConfig(port=port)):
-        eventually(seen(browser, "live"), 30)
-        assert not seen(browser, "does not answer")()
-
-
-def test_a_wrong_key_is_refused_and_the_right_one_opens(browser: Any, policy: Policy) -> None:
-    with PolicyServer(policy, ServerConfig(port=0, api_key="right")) as server:
-        eventually(lambda: http_get(server.port, "/healthz")[0] == 200, 30)
-        browser.get(f"http://127.0.0.1:{server.port}/")
+def test_a_wrong_key_is_refused_and_the_right_one_opens(browser: Any, console_policy: Policy) -> None:
+    with serving(console_policy, api_key="right") as server:
+        visit(browser, server)
         for key, told in (("wrong", "not one of this server's"), ("right", "No session is open")):
-            eventually(lambda: browser.find_element(By.ID, "key").is_displayed(), 20)
-            browser.find_element(By.ID, "key").send_keys(key)
+            eventually(lambda: bool(displayed(browser, "#key")), PATIENCE_S)
+            browser.find_element("id", "key").send_keys(key)
             click(browser, "Open")
-            eventually(seen(browser, told), 20)
+            wait_for(browser, told)
 
 
-def test_it_fits_a_narrow_screen_and_shows_a_hundred_sessions(browser: Any, server: PolicyServer) -> None:
-    table, session = server._service.sessions, server._service.app.open_session("one")
-    for number in range(100):  # of one engine session: the page does not know
-        table._entries[f"s{number}"] = Entry(f"s{number}", session, True, last_used=time.monotonic() + 1e9)
-    browser.set_window_size(390, 844)
-    try:
-        browser.get(f"http://127.0.0.1:{server.port}/")
-        eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "tr[data-id]")) == 100, 30)
-        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.execute_script(wide) <= 1, "the page scrolls sideways"
-    finally:
-        browser.set_window_size(1280, 1400)
-        for number in range(100):
-            del table._entries[f"s{number}"]
-        session.close("done")
+@pytest.mark.parametrize("address", ["#/s/%E0%A4%A", "#/nonsense", "#/s/,", "#/s/%"])
+def test_an_address_that_names_nothing_says_so_and_shows_all_sessions(
+    browser: Any, console_server: PolicyServer, address: str
+) -> None:
+    call(console_server, "POST", "sessions", {"session_id": "one"})
+    visit(browser, console_server, address)
+    wait_for(browser, "This address names nothing here")
+    wait_for(browser, "open, nobody connected", row("one", "state"))
+    browser.find_element("link text", "one").click()
+    wait_for(browser, "open, nobody connected", panel("one"))
+
+
+def test_sessions_that_are_named_twice_or_too_many_are_not_lost(browser: Any, console_server: PolicyServer) -> None:
+    visit(browser, console_server, "#/s/a,a,b,c,d,e")
+    wait_for(browser, "4 sessions fit side by side; e are not shown")
+    assert [text.split()[1] for text in displayed(browser, "h1")] == list("abcd")
+
+
+def test_closing_a_session_with_dots_in_its_name_closes_no_other(browser: Any, console_server: PolicyServer) -> None:
+    for name in ("arm", "a/../arm"):
+        call(console_server, "POST", "sessions", {"session_id": name})
+    visit(browser, console_server)
+    wait_for(browser, "2 open")
+    browser.find_element("link text", "a/../arm").click()
+    click(browser, "Close")
+    click(browser, "Close it")
+    wait_for(browser, "1 open")
+    assert [state["session_id"] for state in call(console_server, "GET", "sessions")["sessions"]] == ["arm"]

@@ -141,6 +141,11 @@ def test_a_parked_session_shows_its_bytes_and_comes_back_with_its_next_tick(serv
     assert f"worldkv_parked_bytes {float(parked['bytes_parked'])}" in http_get(server.port, "/metrics")[1]
     assert np.array_equal(tick(server, "sleeper", 1), tick(server, "awake", 1))
     assert call(server, "GET", "/v1/sessions/sleeper")[1]["state"] == "live"
+    call(server, "POST", "/v1/sessions/sleeper/park")
+    for _ in range(2):  # without a tick, too; safe twice
+        resumed = call(server, "POST", "/v1/sessions/sleeper/resume")[1]
+        assert (resumed["state"], resumed["bytes_parked"], resumed["frames_seen"]) == ("live", 0, 3)
+    assert np.array_equal(tick(server, "sleeper", 2), tick(server, "awake", 2))
     delete(server, "sleeper", "awake")
 
 
@@ -219,7 +224,7 @@ def test_every_operation_is_described() -> None:
         "GET /v1/sessions", "POST /v1/sessions", f"GET {one}", f"DELETE {one}", f"POST {one}/reset", f"POST {one}/park",
         f"POST {one}/snapshot", f"POST {one}/restore", f"POST {one}/fork", "GET /v1/snapshots",
         "DELETE /v1/snapshots/{snapshot_id}", "GET /v1/capacity", "GET /v1/app", "GET /v1/embodiment",
-        f"POST {one}/imagine", f"GET {one}/stream", f"GET {one}/recording",
+        f"POST {one}/imagine", f"GET {one}/stream", f"GET {one}/recording", f"POST {one}/resume",
     }  # fmt: skip
     assert "Failure" in described["components"]["schemas"]
 

@@ -140,6 +140,13 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         """
         self._wait(self.ask(m.Park(session)))
 
+    def resume(self, session: SessionHandle) -> None:
+        """Bring a parked session's K/V back before its next tick does. Safe twice.
+
+        Raises AdmissionRefused where its blocks do not fit; then it stays parked.
+        """
+        self._wait(self.ask(m.Resume(session)))
+
     # the whole
 
     def compute(self, request: Encode) -> Future[object]:

@@ -68,6 +68,11 @@ class Park:
 
 
 @dataclass(frozen=True)
+class Resume:
+    session: SessionHandle
+
+
+@dataclass(frozen=True)
 class Compute:
     """A request of no session's."""
 
@@ -94,7 +99,20 @@ class Stop:
 
 
 Message = (
-    Open | Submit | Reset | Close | TakeSnapshot | Restore | Fork | Release | Park | Compute | Inspect | HostDone | Stop
+    Open
+    | Submit
+    | Reset
+    | Close
+    | TakeSnapshot
+    | Restore
+    | Fork
+    | Release
+    | Park
+    | Resume
+    | Compute
+    | Inspect
+    | HostDone
+    | Stop
 )
 
 

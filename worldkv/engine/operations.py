@@ -43,6 +43,7 @@ class Operations:
             m.Fork: self._fork,
             m.Release: self._release,
             m.Park: self._park,
+            m.Resume: self._resume,
             m.Compute: self._compute,
             m.Inspect: self._inspect,
             m.Stop: self._stop,
@@ -304,6 +305,15 @@ class Operations:
             self._core.answer(answer, error=error)
 
         session.when_settled(settled)
+
+    def _resume(self, message: m.Resume, answer: Future[object]) -> None:
+        session = self._find(message.session)
+
+        def back() -> None:
+            session.last_used = time.monotonic()  # or it would be parked again at once
+            self._core.answer(answer)
+
+        self._on_device(session, answer, back)
 
     def _on_device(
         self, session: Session, answer: Future[object], then: Callable[[], None], *, bring_back: bool = True

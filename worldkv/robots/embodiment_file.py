@@ -40,7 +40,8 @@ class CameraEntry(_Strict):
 
 
 class StateEntry(_Strict):
-    """`range`: what may come, else a warning that ends in `meaning`; without it the training's range is used."""
+    """`range`: what may come, else a warning that ends in `meaning`; without it the training's range is used.
+    `meaning`: its unit, or what the ends of its range are."""
 
     key: Name
     field: Name
@@ -180,9 +181,9 @@ def describe(robot: Embodiment) -> dict[str, Any]:
     """An embodiment as a file that needs nothing beside it: `read_embodiment` makes the same of it."""
     state, actions = ([_plain_quantity(quantity) for quantity in part] for part in (robot.state, robot.actions))
     for entry, quantity in zip(state, robot.state, strict=True):
-        entry["field"] = quantity.field
+        entry |= {"field": quantity.field, "meaning": quantity.meaning}
         if quantity.allowed is not None:
-            entry |= {"range": list(quantity.allowed), "meaning": quantity.meaning}
+            entry["range"] = list(quantity.allowed)
     for entry, quantity in zip(actions, robot.actions, strict=True):
         entry["relative"] = quantity.relative
     cameras = [

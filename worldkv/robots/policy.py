@@ -113,6 +113,9 @@ class Policy(App[Seen, RobotResult, PolicyReply]):
             "layout": robot.layout,
             "camera_size": [robot.cameras[0].height, robot.cameras[0].width],
             "actions": [{"key": quantity.key, "dim": quantity.dim} for quantity in robot.actions],
+            "axes": {  # of a state, and of the action with its key, which is answered in the same unit
+                quantity.key: {"meaning": quantity.meaning, "range": quantity.allowed} for quantity in robot.state
+            },
         }
 
     @property

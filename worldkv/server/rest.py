@@ -192,6 +192,14 @@ async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
     return _state(entry)
 
 
+@router.post("/sessions/{session_id:path}/resume")
+async def resume_session(entry: OfSession, service: ReadyService) -> SessionState:
+    """Bring a parked session's K/V back now, so that its next tick does not wait for it."""
+    await service.sessions.run(entry, entry.session.resume)
+    entry.history.happened("was resumed")
+    return _state(entry)
+
+
 @router.post("/sessions/{session_id:path}/imagine")
 async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | None = None) -> SessionState:
     """A tick without a client: what the last one predicted is taken for observed. For forks, to see a future."""

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from worldkv.errors import AdmissionRefused, Unauthorised, WorldKVError
+from worldkv.errors import AdmissionRefused, EngineStopped, Unauthorised, WorldKVError
 from worldkv.server.console import state
 from worldkv.server.http import require_own_page
 from worldkv.server.sessions import Entry, owned
@@ -87,6 +87,7 @@ class _Viewer:
         self._feeds = feeds
         self._owner = ""
         self._watched: dict[str, tuple[Entry, Hashable]] = {}  # id -> the session, and what of it was sent
+        self._wanted: list[str] = []
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -102,7 +103,7 @@ class _Viewer:
                 await asyncio.wait({reading, sending, stop}, return_when=asyncio.FIRST_COMPLETED)
                 for task in (reading, sending, stop):
                     task.cancel()
-        except* (Unauthorised, AdmissionRefused) as refused:
+        except* (Unauthorised, AdmissionRefused, EngineStopped) as refused:
             await self._refuse(*public_error(refused.exceptions[0]))
         except* (ValueError, KeyError):
             await self._refuse("bad_request", "expected a JSON object: a key first, then what to watch")
@@ -134,7 +135,7 @@ class _Viewer:
             message = await self._websocket.receive_json()
             watched = message.get("watch") if isinstance(message, dict) else None
             if isinstance(watched, list):
-                self._watch([str(name) for name in watched[:_MAX_WATCHED]])
+                self._wanted = [str(name) for name in watched[:_MAX_WATCHED]]
                 self._changed.set()
 
     def _watch(self, public_ids: list[str]) -> None:
@@ -159,6 +160,7 @@ class _Viewer:
             await self._service.until_ready()
             blocks = await self._feeds.blocks()
             await self._websocket.send_json(state.overview(self._service, self._owner, blocks))
+            self._watch(self._wanted)  # again: one of them may have opened, or ended and opened anew
             for name, (entry, sent) in list(self._watched.items()):
                 await self._send_session(name, entry, sent)
             with contextlib.suppress(TimeoutError):

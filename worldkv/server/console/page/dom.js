@@ -40,6 +40,14 @@ export function ago(seconds) {
   return seconds < 3600 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
+// The value that `share` of them do not exceed (nearest rank); undefined for none.
+export function percentile(values, share) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.max(0, Math.ceil(share * sorted.length) - 1)];
+}
+
+export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
 export function clock(at) {
   return new Date(at * 1000).toLocaleTimeString([], { hour12: false });
 }
@@ -63,6 +71,7 @@ export function ask(question, yes) {
   const dialog = document.getElementById("ask");
   text(document.getElementById("question"), question);
   text(document.getElementById("yes"), yes);
+  if (dialog.open) dialog.close("no");
   dialog.returnValue = "no";
   dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
@@ -76,7 +85,7 @@ export async function call(method, path, body) {
   if (key.get()) headers.authorization = `Api-Key ${key.get()}`;
   const request = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
   for (const deadline = Date.now() + BUSY_WITHIN_MS; ;) {
-    const response = await fetch(`/v1/${path}`, request);
+    const response = await reach(`/v1/${path}`, request);
     const answer = await response.json();
     if (response.ok) return answer;
     if (answer.code !== "session_busy" || Date.now() > deadline) throw new Error(answer.message ?? `${response.status}`);
@@ -84,12 +93,21 @@ export async function call(method, path, body) {
   }
 }
 
+async function reach(address, request) {
+  try {
+    return await fetch(address, request);
+  } catch {
+    throw new Error("The server does not answer; nothing was done.");
+  }
+}
+
 export async function fetchFile(path) {
-  const response = await fetch(`/v1/${path}`, { headers: key.get() ? { authorization: `Api-Key ${key.get()}` } : {} });
+  const response = await reach(`/v1/${path}`, { headers: key.get() ? { authorization: `Api-Key ${key.get()}` } : {} });
   if (!response.ok) throw new Error((await response.json()).message);
   const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "recording.tar";
   return { blob: await response.blob(), name };
 }
 
-export const sessionPath = (id) => `sessions/${id.split("/").map(encodeURIComponent).join("/")}`;
+// In one segment, or a browser would resolve the dots of "a/../b" and ask for another session.
+export const sessionPath = (id) => `sessions/${encodeURIComponent(id)}`;
 export const sessionLink = (...ids) => `#/s/${ids.map(encodeURIComponent).join(",")}`;

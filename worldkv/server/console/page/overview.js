@@ -1,16 +1,22 @@
-// All sessions, the block pool, rows per forward, memory, refusals.
+// All sessions, the block pool, rows per forward, memory, failures.
 
-import { ago, bytes, clock, dot, el, milliseconds, sessionLink, text } from "./dom.js";
-import { blockMap, colour, memoryBar, series, sessionColour, sparkline } from "./draw.js";
+import { bytes, clock, count, dot, el, text } from "./dom.js";
+import { blockMap, memoryBar, sessionColour } from "./draw.js";
+import { series } from "./charts.js";
+import { SessionTable } from "./table.js";
 
-const COLUMNS = ["session", "state", "latency", "", "to spare", "frames", "blocks", "ticks", "sockets", "idle"];
+const ROWS_S = 120;
+const MAX_MARKS = 8;
+// Of errors by their code. Who was asked to come again came again; who asked for something wrong was told so.
+const TO_COME_AGAIN = { session_busy: "session busy", admission_refused: "no room" };
+const WRONG = [
+  "bad_request", "unauthorised", "not_found", "session_not_found", "snapshot_not_found", "session_ended", "message_too_large",
+];
 
 export class Overview {
-  constructor(root, told) {
-    this.told = told;
-    this.rows = new Map();
-    this.body = el("tbody");
-    this.none = el("p", { class: "empty" }, "No session is open. A robot opens one with its first request; `worldkv demo` brings one.");
+  constructor(root, feed) {
+    this.feed = feed;
+    this.table = new SessionTable();
     this.count = el("small");
     this.ended = el("ul", { class: "plain log" });
     this.endedBox = el("details", {}, el("summary", { class: "muted" }, "ended"), this.ended);
@@ -21,77 +27,76 @@ export class Overview {
     this.rateCount = el("small");
     this.memory = el("canvas", { role: "img", "aria-label": "memory by kind" });
     this.memoryLegend = el("div", { class: "legend" });
-    this.errors = el("ul", { class: "plain" });
-    const head = el("tr", {}, COLUMNS.map((name) => el("th", {}, name)));
-    const table = el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), this.body));
+    this.failed = el("ul", { class: "plain" });
+    this.told = el("ul", { class: "plain muted" });
     root.append(el("div", { class: "grid" },
-      card("wide", "Sessions", this.count, table, this.none, this.endedBox),
+      card("wide", "Sessions", this.count, this.table.element, this.endedBox),
       card("eight", "Block pool", this.mapCount, this.map, this.mapLegend),
       card("third", "Rows per forward", this.rateCount, this.rate),
       card("eight", "Memory", el("small"), this.memory, this.memoryLegend),
-      card("third", "Refused and failed", el("small"), this.errors)));
+      card("third", "Failures", el("small"), this.failed, this.told)));
+  }
+
+  press(letter) {
+    return this.table.press(letter);
   }
 
   update() {
-    const { overview, hello } = this.told;
+    const { overview, hello, stale } = this.feed;
     if (!overview) return;
-    this.updateSessions(overview, hello);
+    this.updateSessions(overview, hello, stale);
     this.updateBlocks(overview);
-    series(this.rate, this.told.rows, "the last two minutes");
-    text(this.rateCount, `${overview.in_flight} ticks in flight`);
+    series(this.rate, this.feed.rows, ROWS_S, this.feed.serverNow());
+    text(this.rateCount, `while this page is open; ${count(overview.in_flight, "tick")} in flight`);
     this.updateMemory(overview, hello);
     this.updateErrors(overview);
   }
 
-  updateSessions({ sessions, num_other_sessions: others, num_parked: parked, more_sessions: more, ended }, hello) {
+  updateSessions({ sessions, num_other_sessions: others, num_parked: parked, more_sessions: more, ended }, hello, stale) {
     const notes = [`${sessions.length} open`, parked ? `${parked} parked` : "", others ? `${others} of other keys` : "", `${more} more fit`];
     text(this.count, notes.filter(Boolean).join(", "));
-    this.none.hidden = sessions.length > 0;
-    const present = new Set(sessions.map((session) => session.id));
-    for (const [id, row] of this.rows) {
-      if (!present.has(id)) {
-        row.element.remove();
-        this.rows.delete(id);
-      }
-    }
-    sessions.forEach((session, index) => {
-      if (!this.rows.has(session.id)) this.rows.set(session.id, makeRow(session.id, this.body));
-      fillRow(this.rows.get(session.id), session, index, hello);
-    });
+    this.table.update(sessions, hello, stale);
     this.endedBox.hidden = ended.length === 0;
-    const lines = ended.toReversed().map((end) => `${clock(end.at)}  ${end.id}: ${end.why}, after ${end.ticks} ticks`);
-    if (this.ended.dataset.lines !== lines.join()) {
-      this.ended.dataset.lines = lines.join();
-      this.ended.replaceChildren(...lines.map((words) => el("li", {}, words)));
-    }
+    const lines = ended.toReversed().map((end) => `${clock(end.at)}  ${end.id}: ${end.why}, after ${count(end.ticks, "tick")}`);
+    list(this.ended, lines);
   }
 
   updateBlocks({ blocks, memory, sessions }) {
     blockMap(this.map, blocks);
     const shared = blocks.shared.reduce((sum, mark) => sum + mark, 0);
     text(this.mapCount, `${memory.used} of ${blocks.num} used, ${shared} shared, ${memory.charged} promised`);
-    const marks = [[colour("grey"), "free"], [colour("orange"), "text and image"], [colour("muted"), "snapshots"]];
-    const mine = sessions.slice(0, 8).map(({ id }, index) => [sessionColour(index), id]);
-    legend(this.mapLegend, [...marks, ...mine, [colour("ink"), "a dot: shared"]]);
+    const others = blocks.owner.includes(3) ? [["var(--others)", "of other keys"]] : [];
+    const marks = [["var(--grey)", "free"], ["var(--orange)", "text and image"], ["var(--muted)", "snapshots"], ...others];
+    const mine = sessions.slice(0, MAX_MARKS).map(({ id }, index) => [sessionColour(index), id]);
+    const more = sessions.length > MAX_MARKS ? [["transparent", `and ${sessions.length - MAX_MARKS} more, as marked above`]] : [];
+    legend(this.mapLegend, [...marks, ...mine, ...more, ["var(--ink)", "a dot: shared"]]);
   }
 
   updateMemory({ memory }, hello) {
     const block = memory.bytes_per_block;
     const promised = Math.max(0, memory.charged - memory.used);
     const parts = [
-      { name: "weights", bytes: hello.weight_bytes, colour: colour("muted") },
-      { name: "K/V in use", bytes: memory.used * block, colour: colour("blue") },
-      { name: "promised to sessions", bytes: promised * block, colour: colour("green") },
-      { name: "free blocks", bytes: Math.max(0, memory.total - memory.used - promised) * block, colour: colour("grey") },
-      { name: "parked, on the host", bytes: memory.parked_bytes, colour: colour("orange") },
+      { name: "weights", bytes: hello.weight_bytes, colour: "muted" },
+      { name: "K/V in use", bytes: memory.used * block, colour: "blue" },
+      { name: "promised to sessions", bytes: promised * block, colour: "green" },
+      { name: "free blocks", bytes: Math.max(0, memory.total - memory.used - promised) * block, colour: "grey" },
+      { name: "parked, on the host", bytes: memory.parked_bytes, colour: "orange" },
     ];
     memoryBar(this.memory, parts);
-    legend(this.memoryLegend, parts.map((part) => [part.colour, `${part.name} ${bytes(part.bytes)}`]));
+    legend(this.memoryLegend, parts.map((part) => [`var(--${part.colour})`, `${part.name} ${bytes(part.bytes)}`]));
   }
 
   updateErrors({ errors }) {
-    const lines = Object.entries(errors).map(([code, count]) => `${code.replaceAll("_", " ")}: ${count}`);
-    this.errors.replaceChildren(...(lines.length ? lines : ["nothing so far"]).map((words) => el("li", {}, words)));
+    const codes = Object.keys(errors).filter((code) => errors[code]);
+    const failed = codes.filter((code) => !(code in TO_COME_AGAIN) && !WRONG.includes(code));
+    const wrong = codes.filter((code) => WRONG.includes(code));
+    const again = codes.filter((code) => code in TO_COME_AGAIN);
+    const words = (code) => `${TO_COME_AGAIN[code] ?? code.replaceAll("_", " ")}: ${errors[code]}`;
+    list(this.failed, failed.length ? failed.map(words) : ["nothing has failed"]);
+    list(this.told, [
+      ...(wrong.length ? [`told what was wrong with a request: ${wrong.map(words).join(", ")}`] : []),
+      ...(again.length ? [`asked to come again: ${again.map(words).join(", ")}`] : []),
+    ]);
   }
 }
 
@@ -99,40 +104,16 @@ function card(span, title, note, ...content) {
   return el("section", { class: `card ${span}` }, el("h2", {}, title, note), content);
 }
 
+function list(box, lines) {
+  const wanted = lines.join("\n");
+  if (box.dataset.shown === wanted) return;
+  box.dataset.shown = wanted;
+  box.replaceChildren(...lines.map((words) => el("li", {}, words)));
+}
+
 function legend(box, marks) {
-  const wanted = marks.map(([, name]) => name).join("|");
-  if (box.dataset.names === wanted) return;
-  box.dataset.names = wanted;
+  const wanted = marks.flat().join("|");
+  if (box.dataset.shown === wanted) return;
+  box.dataset.shown = wanted;
   box.replaceChildren(...marks.map(([shade, name]) => el("span", {}, dot(shade), name)));
-}
-
-function makeRow(id, body) {
-  const cells = COLUMNS.map((name) => el("td", { class: name === "session" ? "id" : "" }));
-  const mark = dot("transparent");
-  const link = el("a", { href: sessionLink(id), title: id }, id);
-  const chip = el("span", { class: "chip" });
-  const line = el("canvas", { "aria-hidden": "true" });
-  cells[0].append(mark, link);
-  cells[1].append(chip);
-  cells[3].append(line);
-  const element = el("tr", { "data-id": id }, cells);
-  body.append(element);
-  return { element, cells, mark, chip, line };
-}
-
-function fillRow({ cells, mark, chip, line }, session, index, hello) {
-  mark.style.background = sessionColour(index);
-  text(chip, session.busy ? "busy" : session.state);
-  chip.className = `chip ${session.state}`;
-  const last = session.latency_ms.at(-1);
-  text(cells[2], last === undefined ? "" : milliseconds(last));
-  sparkline(line, session.latency_ms);
-  const spare = session.margin_s;
-  text(cells[4], spare === null ? "" : `${spare.toFixed(2)} s`);
-  cells[4].className = spare !== null && spare < 0 ? "bad" : "";
-  text(cells[5], `${session.frames_seen} of ${hello.window_frames}`);
-  text(cells[6], session.state === "parked" ? bytes(session.bytes_parked) : session.blocks);
-  text(cells[7], session.ticks);
-  text(cells[8], session.connections);
-  text(cells[9], ago(session.idle_s));
 }

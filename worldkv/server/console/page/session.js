@@ -1,27 +1,46 @@
 // One session, or several side by side: what it sees, imagines and does.
 
-import { ask, call, clock, dot, el, fetchFile, sessionLink, sessionPath, text, toast } from "./dom.js";
-import { STAGES, actionCurves, picture, stageBars, stageColour } from "./draw.js";
+import { ago, clock, count, dot, el, milliseconds, percentile, sessionLink, text } from "./dom.js";
+import { Commands, during } from "./commands.js";
+import { picture } from "./draw.js";
+import { MAX_BARS, actionCurves, stageBars, stageColour, stagesOf } from "./charts.js";
+import { actionNumbers, axisOf, camerasOf, chunkSeconds, rateOf } from "./robot.js";
+import { fillState } from "./table.js";
 
+export const MAX_PANELS = 4; // the server tells of no more at a time
 const IMAGINED_HZ = 5;
 
 export class Sessions {
-  constructor(root, told, ids) {
-    this.told = told;
-    this.ids = ids;
-    this.panels = ids.map((id) => new Panel(told, id));
-    if (ids.length === 1) this.panels[0].element.classList.add("alone");
+  constructor(root, feed, ids) {
+    this.feed = feed;
+    this.panels = ids.map((id, number) => new Panel(feed, id, ids, number + 1));
     root.append(el("p", {}, el("a", { href: "#/" }, "← all sessions"), el("span", { class: "muted" }, "  Esc")));
-    root.append(el("div", { class: "columns" }, this.panels.map((panel) => panel.element)));
+    root.append(el("div", { class: "columns" }, this.panels.map(({ element }) => element)));
+    for (const panel of this.panels) {
+      for (const event of ["pointerdown", "focusin"]) panel.element.addEventListener(event, () => this.focus(panel));
+    }
+    this.focus(this.panels.find(({ id }) => id === feed.focused) ?? this.panels[0]);
     this.timer = setInterval(() => this.panels.forEach((panel) => panel.play()), 1000 / IMAGINED_HZ);
   }
 
+  // Keys act on this one.
+  focus(focused) {
+    this.focused = focused;
+    this.feed.focused = focused.id;
+    for (const panel of this.panels) panel.element.classList.toggle("focused", panel === focused);
+  }
+
   update() {
-    this.panels.forEach((panel) => panel.update(this.ids));
+    this.panels.forEach((panel) => panel.update());
   }
 
   press(letter) {
-    if (this.panels.length === 1) this.panels[0].press(letter);
+    const chosen = /^\d$/.test(letter) ? this.panels[Number(letter) - 1] : null;
+    if (chosen) {
+      this.focus(chosen);
+      return true;
+    }
+    return this.focused.commands.press(letter);
   }
 
   leave() {
@@ -30,123 +49,73 @@ export class Sessions {
 }
 
 class Panel {
-  constructor(told, id) {
-    this.told = told;
+  constructor(feed, id, ids, number) {
+    this.feed = feed;
     this.id = id;
+    this.ids = ids;
     this.frame = 0;
-    this.chips = el("p", { class: "muted" });
-    this.buttons = this.makeButtons();
+    this.commands = new Commands(feed, id, ids);
+    this.chip = el("span", { class: "chip" });
+    this.facts = el("span", { class: "muted" });
     this.cameras = el("div", { class: "cameras" });
     this.prompt = el("p", { class: "muted" });
     this.imagined = el("canvas", { role: "img", "aria-label": "imagined video" });
     this.imaginedNote = el("figcaption");
+    this.seenNote = el("small");
+    this.actionNote = el("small");
     this.curves = el("canvas", { role: "img", "aria-label": "actions of the chunk" });
     this.state = el("dl", { class: "values" });
     this.bars = el("canvas", { role: "img", "aria-label": "time by stage" });
+    this.barNote = el("small");
+    this.stages = el("div", { class: "legend" });
     this.log = el("ul", { class: "plain log" });
-    this.tree = el("div");
-    const stages = el("div", { class: "legend" }, STAGES.map((stage) => el("span", {}, dot(stageColour(stage)), stage)));
-    this.element = el("article", { class: "session", "data-id": id },
-      el("h1", {}, id), this.chips, el("div", { class: "toolbar" }, Object.values(this.buttons)),
-      card("Seen", this.prompt, this.cameras),
-      card("Imagined", el("figure", {}, this.imagined, this.imaginedNote)),
-      card("Actions of the newest chunk", el("p", { class: "muted" }, "bold: executed by now; faint: the chunk before"), this.curves),
-      card("State", this.state),
-      card("The last ticks by stage", this.bars, stages),
-      card("Forks and snapshots", this.tree),
-      card("What happened", this.log));
+    this.tree = el("fieldset", { class: "plain" });
+    const several = ids.length > 1;
+    const name = several ? [el("kbd", { title: `${number}: keys act on this one` }, String(number)), " ", id] : id;
+    this.element = el("article", { class: several ? "session" : "session alone", "data-id": id },
+      el("h1", {}, name, several && " ", several && el("span", { class: "keyed" }, "keys act here")),
+      el("p", {}, this.chip, " ", this.facts), this.commands.element,
+      card("", "Seen", this.seenNote, this.prompt, this.cameras),
+      card("", "Imagined", null, el("figure", {}, this.imagined, this.imaginedNote)),
+      card("all", "Actions of the newest chunk", this.actionNote, this.curves),
+      card("", "State", null, this.state),
+      card("", "The last ticks by stage", this.barNote, this.bars, this.stages),
+      card("", "Forks and snapshots", null, this.tree),
+      card("", "What happened", null, this.log));
   }
 
-  makeButtons() {
-    const path = sessionPath(this.id);
-    const make = (name, hint, run, kind = "") => el("button", { class: kind, title: hint, onclick: run }, name);
-    return {
-      f: make("Fork", "f: a second session that goes on from here", () => this.fork()),
-      s: make("Snapshot", "s: freeze it as it is now", () => this.act("POST", `${path}/snapshot`, {}, "frozen as a snapshot")),
-      i: make("Imagine", "i: a tick without a robot", () => this.imagine()),
-      p: make("Park", "p: to host memory until its next tick", () => this.act("POST", `${path}/park`, undefined, "parked")),
-      d: make("Recording", "d: download what is recorded of it", () => this.download()),
-      r: make("Reset", "r: forget all frames", () => this.sure("reset", "Its history is forgotten; the robot's next tick begins a new window."), "danger"),
-      c: make("Close", "c: end the session", () => this.sure("close", "Its robot is told once, and its history is gone."), "danger"),
-    };
-  }
-
-  press(letter) {
-    const button = this.buttons[letter];
-    if (button && !button.disabled) button.click();
-  }
-
-  async act(method, path, body, done) {
-    try {
-      const answer = await call(method, path, body);
-      toast(`${this.id}: ${done}`);
-      return answer;
-    } catch (error) {
-      toast(error.message);
-      return null;
-    }
-  }
-
-  async sure(what, consequence) {
-    if (!(await ask(`${what === "close" ? "Close" : "Reset"} ${this.id}? ${consequence}`, what === "close" ? "Close it" : "Reset it"))) return;
-    const closing = what === "close";
-    const answer = await this.act(closing ? "DELETE" : "POST", sessionPath(this.id) + (closing ? "" : "/reset"), undefined, closing ? "closed" : "was reset");
-    if (closing && answer) location.hash = "#/";
-  }
-
-  async download() {
-    try {
-      const { blob, name } = await fetchFile(`${sessionPath(this.id)}/recording`);
-      const link = el("a", { href: URL.createObjectURL(blob), download: name });
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-      toast(`${name}: for worldkv replay --recording`);
-    } catch (error) {
-      toast(error.message);
-    }
-  }
-
-  async fork(snapshot) {
-    const taken = new Set(this.told.overview.sessions.map((session) => session.id));
-    let number = 1;
-    while (taken.has(`${this.id}-fork${number}`)) number++;
-    const body = { session_id: `${this.id}-fork${number}`, ...(snapshot ? { snapshot_id: snapshot } : {}) };
-    if (await this.act("POST", `${sessionPath(this.id)}/fork`, body, `forked to ${body.session_id}`)) {
-      location.hash = sessionLink(this.id, body.session_id);
-    }
-  }
-
-  async imagine() {
-    const known = this.told.overview.sessions.find((session) => session.id === this.id);
-    const warning = `${this.id} has a robot: what it imagines becomes part of its history. Fork it first to leave the robot alone.`;
-    if (known?.connections && !(await ask(warning, "Imagine here"))) return;
-    const seed = Math.floor(Math.random() * 2 ** 31);
-    await this.act("POST", `${sessionPath(this.id)}/imagine`, { noise_seed: seed }, `imagined with seed ${seed}`);
-  }
-
-  update(ids) {
-    const { overview, hello } = this.told;
+  update() {
+    const { overview, hello, stale } = this.feed;
     const known = overview?.sessions.find((session) => session.id === this.id);
-    const detail = this.told.details.get(this.id);
-    for (const button of Object.values(this.buttons)) button.disabled = !known;
-    this.buttons.d.hidden = !hello.records;
-    text(this.chips, known ? describe(known, hello) : overview ? "This session is not open." : "");
-    this.showCameras(hello);
+    const detail = this.feed.details.get(this.id);
+    this.commands.update();
+    this.element.classList.toggle("gone", Boolean(overview) && !known);
+    this.chip.hidden = !known;
+    if (known) fillState(this.chip, known, stale);
+    text(this.facts, known ? describe(known, hello) : this.whyGone(overview));
+    if (overview) this.showTree(overview, Boolean(known), stale);
     if (!detail) return;
-    const imagined = detail.ticks.at(-1)?.imagined ? "Nothing: its last tick was imagined." : "";
+    this.showCameras(hello);
+    const newest = detail.ticks.at(-1);
+    text(this.seenNote, newest ? `tick ${newest.tick}, ${ago(Math.max(0, this.feed.serverNow() - newest.at))} ago` : "no ticks yet");
+    const imagined = newest?.imagined ? "Nothing: its last tick was imagined." : "";
     text(this.prompt, detail.prompt ? `“${detail.prompt}”` : imagined || "It is shown from its next tick on.");
     this.showActions(detail, hello);
-    showState(this.state, detail.state);
-    stageBars(this.bars, detail.ticks, hello.about.chunk_s);
+    showState(this.state, detail.state, hello);
+    this.showStages(detail, hello);
     showLog(this.log, detail.events);
-    this.showTree(ids, overview);
+  }
+
+  whyGone(overview) {
+    const end = overview?.ended.findLast(({ id }) => id === this.id);
+    return !overview ? "" : end ? `This session is not open: ${end.why}, at ${clock(end.at)}.` : "This session is not open.";
   }
 
   showCameras(hello) {
-    const images = this.told.observed.get(this.id);
+    const images = this.feed.observed.get(this.id);
     if (!images) return;
-    for (const { name, place } of hello.about.cameras) {
-      let figure = this.cameras.querySelector(`[data-name="${name}"]`);
+    for (const { name, place } of camerasOf(hello)) {
+      let figure = this.cameras.querySelector(`[data-name="${CSS.escape(name)}"]`);
       if (!figure) {
         const wide = place.startsWith("top, twice") || place.startsWith("the whole");
         figure = el("figure", { "data-name": name, class: wide ? "first" : "" }, el("canvas", { role: "img", "aria-label": name }), el("figcaption", {}, `${name}, ${place}`));
@@ -159,74 +128,93 @@ class Panel {
 
   showActions(detail, hello) {
     if (!detail.actions) return;
-    const names = hello.about.actions.flatMap(({ key, dim }) => Array.from({ length: dim }, (_, n) => (dim > 1 ? `${key} ${n + 1}` : key)));
-    const since = Date.now() / 1000 - detail.ticks.at(-1).at;
-    const executed = Math.min(detail.actions.length - 1, Math.max(0, Math.floor(since * hello.about.rate_hz)));
-    actionCurves(this.curves, names, detail.actions, this.told.before.get(this.id), executed);
+    const since = this.feed.serverNow() - detail.ticks.at(-1).at;
+    const executed = Math.min(detail.actions.length, Math.max(0, Math.floor(since * rateOf(hello))));
+    const seconds = detail.actions.length / (rateOf(hello) || 1);
+    text(this.actionNote, `over its ${seconds.toFixed(2)} s; bold: executed by now; faint: the chunk before`);
+    actionCurves(this.curves, actionNumbers(hello), detail.actions, this.feed.before.get(this.id), executed, seconds);
+  }
+
+  showStages({ ticks }, hello) {
+    stageBars(this.bars, ticks, chunkSeconds(hello));
+    const totals = ticks.map(({ timings }) => timings.total);
+    const few = ticks.slice(-MAX_BARS);
+    const over = few.length > 1 ? ` over ${ago(few.at(-1).at - few[0].at)}` : "";
+    const [half, most] = [0.5, 0.99].map((share) => percentile(totals, share));
+    const all = totals.length > few.length ? `, of the last ${totals.length}` : "";
+    text(this.barNote, totals.length ? `${count(few.length, "tick")}${over}; p50 ${milliseconds(half)}, p99 ${milliseconds(most)}${all}` : "none yet");
+    const marks = stagesOf(few).map((stage) => [stageColour(stage), stage]);
+    if (few.some(({ facts }) => facts.restart_reason)) marks.push(["var(--ink)", "under a bar: its window restarted"]);
+    if (this.stages.dataset.shown === marks.join()) return;
+    this.stages.dataset.shown = marks.join();
+    this.stages.replaceChildren(...marks.map(([shade, name]) => el("span", {}, dot(shade), name)));
   }
 
   // Called five times a second: the imagined video in a loop.
   play() {
-    const video = this.told.imagined.get(this.id);
+    const video = this.feed.imagined.get(this.id);
     if (!video) return;
-    const [count, height, width] = video.shape;
-    this.frame = (this.frame + 1) % count;
+    const [frames, height, width] = video.shape;
+    this.frame = (this.frame + 1) % frames;
     const size = height * width * 3;
     picture(this.imagined, video.pixels.subarray(this.frame * size, (this.frame + 1) * size), height, width);
-    text(this.imaginedNote, `tick ${video.tick}, frame ${this.frame + 1} of ${count}: what it expects to see next`);
+    text(this.imaginedNote, `tick ${video.tick}, frame ${this.frame + 1} of ${frames}: what it expects to see next`);
   }
 
-  showTree(ids, overview) {
+  showTree(overview, open, stale) {
+    this.tree.disabled = stale;
     const family = familyOf(this.id, overview.sessions);
-    const wanted = JSON.stringify([family, overview.snapshots, ids]);
+    const wanted = JSON.stringify([family, overview.snapshots, open]);
     if (this.tree.dataset.shown === wanted) return;
     this.tree.dataset.shown = wanted;
-    this.tree.replaceChildren(el("ul", { class: "plain tree" }, this.branch(family, ids, overview)));
+    this.tree.replaceChildren(el("ul", { class: "plain tree" }, this.branch(family, overview, open)));
   }
 
-  branch(node, ids, overview) {
+  branch(node, overview, open) {
     const snapshots = overview.snapshots.filter(({ session }) => session === node.id);
-    const beside = ids.includes(node.id) ? null : el("a", { href: sessionLink(...ids, node.id) }, " beside this one");
+    const beside = this.ids.includes(node.id) ? null : el("a", { href: sessionLink(...this.ids, node.id) }, " beside this one");
     const name = node.id === this.id ? el("strong", {}, node.id) : el("a", { href: sessionLink(node.id) }, node.id);
     return el("li", {}, name, beside,
       el("ul", {},
-        snapshots.map((snapshot) => this.snapshotLine(snapshot)),
-        node.children.map((child) => this.branch(child, ids, overview))));
+        snapshots.map((snapshot) => this.snapshotLine(snapshot, open)),
+        node.children.map((child) => this.branch(child, overview, open))));
   }
 
-  snapshotLine({ id, frames }) {
-    const restore = async () => {
-      const lost = `Go back to this snapshot? What ${this.id} has seen since is forgotten.`;
-      if (await ask(lost, "Go back")) await this.act("POST", `${sessionPath(this.id)}/restore`, { snapshot_id: id }, "went back");
+  snapshotLine(snapshot, open) {
+    const { id, session, frames } = snapshot;
+    const button = (words, title, run, needsSession) => {
+      const made = el("button", { class: "small", title, disabled: needsSession && !open, onclick: () => during(made, run) }, words);
+      return made;
     };
-    const release = async () => {
-      if (await ask("Release this snapshot? It cannot be gone back to afterwards.", "Release it")) {
-        await this.act("DELETE", `snapshots/${id}`, undefined, "snapshot released");
-      }
-    };
-    const button = (words, run) => el("button", { class: "small", onclick: run }, words);
-    return el("li", {}, el("span", { class: "muted" }, `snapshot ${id.slice(0, 6)}, ${frames} frames `),
-      button("fork", () => this.fork(id)), " ", button("restore", restore), " ", button("release", release));
+    const back = session === this.id ? "go back" : `put ${this.id} here`;
+    return el("li", { "data-snapshot": id }, el("span", { class: "muted" }, `snapshot ${id.slice(0, 6)}, ${count(frames, "frame")} `),
+      button("fork", "a new session that goes on from this snapshot", () => this.commands.fork(snapshot), true), " ",
+      button(back, `${this.id} goes on from this snapshot; asks first`, () => this.commands.restore(snapshot), true), " ",
+      button("release", "give its blocks back; asks first", () => this.commands.release(snapshot), false));
   }
 }
 
-function card(title, ...content) {
-  return el("section", { class: title.startsWith("Actions") ? "card all" : "card" }, el("h2", {}, title), content);
+function card(kind, title, note, ...content) {
+  return el("section", { class: `card ${kind}` }, el("h2", {}, title, note), content);
 }
 
 function describe(session, hello) {
-  const parts = [session.busy ? "busy" : session.state, `${session.frames_seen} of ${hello.window_frames} frames`, count(session.ticks, "tick")];
-  if (session.margin_s !== null) parts.push(`${session.margin_s.toFixed(2)} s to spare of ${hello.about.chunk_s.toFixed(2)}`);
-  parts.push(session.connections ? count(session.connections, "socket") : "no socket");
+  const parts = [`${session.frames_seen} of ${hello.window_frames} frames`, count(session.ticks, "tick")];
+  const { margin_s: spare, connections } = session;
+  if (spare !== null) parts.push(`${spare.toFixed(2)} s to spare of ${chunkSeconds(hello).toFixed(2)}`);
+  parts.push(connections ? count(connections, "socket") : "no socket");
   return parts.join(" · ");
 }
 
-const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-
-function showState(box, state) {
+function showState(box, state, hello) {
   if (!state) return;
+  const unitOf = (name) => axisOf(hello, name).unit;
+  const wanted = JSON.stringify(state);
+  if (box.dataset.shown === wanted) return;
+  box.dataset.shown = wanted;
   box.replaceChildren(...Object.entries(state).flatMap(([name, values]) => [
-    el("dt", {}, name), el("dd", {}, values.map((value) => value.toFixed(3)).join("  ")),
+    el("dt", {}, name, unitOf(name) && el("small", {}, unitOf(name))),
+    el("dd", {}, values.map((value, number) => el("span", {}, values.length > 1 && el("small", {}, `${number + 1}`), value.toFixed(3)))),
   ]));
 }
 
@@ -243,6 +231,10 @@ function familyOf(id, sessions) {
   const byId = new Map(sessions.map((session) => [session.id, session]));
   let root = id;
   for (let step = 0; step < 100 && byId.has(byId.get(root)?.parent); step++) root = byId.get(root).parent;
-  const grow = (name) => ({ id: name, children: sessions.filter(({ parent }) => parent === name).map((child) => grow(child.id)) });
+  const seen = new Set(); // a name that was used again may make its own fork its parent
+  const grow = (name) => {
+    seen.add(name);
+    return { id: name, children: sessions.filter((child) => child.parent === name && !seen.has(child.id)).map(({ id: child }) => grow(child)) };
+  };
   return grow(root);
 }
