@@ -98,7 +98,7 @@ def draw_legend(axes: Axes, y: float) -> None:
         (ONLY_A, "history of A alone: B has replaced it"),
         (STAGED, "taken for A's forward, given back if it fails"),
         (ONLY_B, "B's own: copied on its first write, unless overwritten whole"),
-        (TEXT, "conditioning, text and image half: stored once, read by both"),
+        (TEXT, "conditioning, text and image: stored once, read by both"),
     )
     for index, (color, text) in enumerate(entries):
         x, row = LEFT - 22 + (index % 2) * 64, y - (index // 2) * 3.2

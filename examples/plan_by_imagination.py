@@ -22,7 +22,7 @@ from worldkv.load import load_engine
 from worldkv.models.dreamzero.checkpoint import Checkpoint
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.world_action import TickInputs, TickResult
-from worldkv.robots.experiment_cfg import read_embodiment
+from worldkv.robots.dataset import read_embodiment
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,9 +11,10 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("matplotlib")
 
-from worldkv.bench.ticks import flops_of_window, tiled_size
+from worldkv.bench.ticks import flops_of_window
 from worldkv.cli.main import main
 from worldkv.models.dreamzero.config import dreamzero_5b, dreamzero_14b
+from worldkv.models.dreamzero.inputs import tiled_size
 from worldkv.models.dreamzero.true_size import random_model
 
 

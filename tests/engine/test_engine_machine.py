@@ -110,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             session = self.engine.open_session()
         except AdmissionRefused:
-            assert not self.engine.core.admission.has_room(), "refused although there is room"
+            assert not self.engine.capacity().num_more_sessions, "refused although there is room"
             return multiple()
         self.expected[session] = Expected()
         return session

@@ -17,12 +17,12 @@ from worldkv.kv.storage import KVStorage  # noqa: E402
 from worldkv.models.dreamzero.bridge import ARDiffusionKVState, BranchHistory  # noqa: E402
 
 CHUNK, LAYERS = 6, 2
-HALVES = {"text": 20, "image": 5}
+KINDS = {"text": 20, "image": 5}
 BLOCKS = {"text": 2, "image": 1}
 
 
 def make(num_blocks: int = 32, **sizes: Any) -> KVCache:
-    spec = make_spec(CHUNK, window=3, num_layers=LAYERS, conditioning=HALVES, **sizes)
+    spec = make_spec(CHUNK, window=3, num_layers=LAYERS, conditioning=KINDS, **sizes)
     return KVCache(spec, KVStorage(spec, num_blocks, block_size=16), load_backend("reference"))
 
 
@@ -66,9 +66,9 @@ def committed(kv: ARDiffusionKVState) -> list[bytes]:
 
 def populate(kv: ARDiffusionKVState) -> None:
     for is_negative in (False, True):
-        for half, num_tokens in HALVES.items():
+        for kind, num_tokens in KINDS.items():
             layers = ((torch.randn(num_tokens, 1, 1), torch.randn(num_tokens, 1, 1)) for _ in range(LAYERS))
-            kv.set_cross_kv(is_negative, half, f"{half} of {is_negative if half == 'text' else 'both'}", layers)
+            kv.set_cross_kv(is_negative, kind, f"{kind} of {is_negative if kind == 'text' else 'both'}", layers)
 
 
 # construction
@@ -272,23 +272,23 @@ def test_reading_conditioning_before_it_is_populated_names_the_branch_and_both_f
 
 
 def test_a_half_that_does_not_exist_is_refused(kv: ARDiffusionKVState) -> None:
-    with pytest.raises(ValueError, match=r"half: expected one of \['text', 'image'\], got 'audio'"):
+    with pytest.raises(ValueError, match=r"kind: expected one of \['text', 'image'\], got 'audio'"):
         kv.set_cross_kv(False, "audio", "key", [])
 
 
 def test_cross_kv_is_read_back_and_attended_in_pages(kv: ARDiffusionKVState) -> None:
-    projected = {h: [(torch.randn(n, 1, 1), torch.randn(n, 1, 1)) for _ in range(LAYERS)] for h, n in HALVES.items()}
-    for half, layers in projected.items():
-        kv.set_cross_kv(False, half, half, layers)
+    projected = {k: [(torch.randn(n, 1, 1), torch.randn(n, 1, 1)) for _ in range(LAYERS)] for k, n in KINDS.items()}
+    for kind, layers in projected.items():
+        kv.set_cross_kv(False, kind, kind, layers)
     caches = kv.get_cross_kv_caches(False)
     assert len(caches) == LAYERS
     q = torch.randn(4, 1, 1)
     for layer, cross in enumerate(caches):
-        for half in HALVES:
-            k, v = projected[half][layer]
-            assert all(map(torch.equal, cross.kv(half), (k, v)))
+        for kind in KINDS:
+            k, v = projected[kind][layer]
+            assert all(map(torch.equal, cross.kv(kind), (k, v)))
             expected = torch.softmax(q[:, 0] @ k[:, 0].T, dim=-1) @ v[:, 0]
-            torch.testing.assert_close(cross.attend(half, q)[:, 0], expected)
+            torch.testing.assert_close(cross.attend(kind, q)[:, 0], expected)
 
 
 def test_a_projection_that_fails_leaves_the_half_unpopulated(cache: KVCache, kv: ARDiffusionKVState) -> None:

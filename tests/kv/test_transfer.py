@@ -23,8 +23,6 @@ from worldkv.kv.transfer import (  # noqa: E402
     begin_resume,
     finish_park,
     finish_resume,
-    park,
-    resume,
 )
 
 CHUNK, LAYERS = 6, 2
@@ -41,6 +39,28 @@ def cache(request: pytest.FixtureRequest) -> KVCache:
 def make(device: str = "cpu", num_blocks: int = 32) -> KVCache:
     spec = make_spec(CHUNK, window=3, num_layers=LAYERS, conditioning=KINDS)
     return KVCache(spec, KVStorage(spec, num_blocks, 8, device), load_backend("reference"))
+
+
+def park(cache: KVCache, state: KVState) -> ParkedKV:
+    """All three parts; whatever fails, the session is as it was."""
+    job = begin_park(cache, state)
+    try:
+        job.copy()
+        return finish_park(cache, state, job)
+    except BaseException:
+        job.abandon()
+        raise
+
+
+def resume(cache: KVCache, state: KVState, parked: ParkedKV) -> None:
+    """All three parts; whatever fails, nothing has changed."""
+    job = begin_resume(cache, state, parked)
+    try:
+        job.copy()
+        finish_resume(cache, state, job)
+    except BaseException:
+        job.abandon()
+        raise
 
 
 def layers(num_tokens: int, seed: int) -> Iterator[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ def episode(kind: str, precision: Any = None) -> list[Any]:
     """Outputs of four ticks of two sessions side by side, and what the cache holds of them."""
     dit = make_dit(kind)
     if precision is not None:
-        FusedBlocks(dit, precision).install()
+        dit.run_blocks = FusedBlocks(dit, precision)
     return Stage(dit).ticks()
 
 
@@ -43,7 +43,7 @@ def test_float8_products_stay_near(kind: str) -> None:
 
 def test_fusing_stores_no_weight_twice() -> None:
     dit = make_dit("ti2v")
-    FusedBlocks(dit).install()
+    dit.run_blocks = FusedBlocks(dit)
     own = dit.blocks[0].self_attn
     storages = {own.q.weight.untyped_storage().data_ptr(), own.v.weight.untyped_storage().data_ptr()}
     assert storages == {dit.run_blocks._layers[0].qkv.weight.untyped_storage().data_ptr()}

@@ -17,8 +17,8 @@ from worldkv.kv.window import Window
 from worldkv.load import start_engine
 from worldkv.models.base import Encode, ModelCard, Outcome, Program
 from worldkv.models.world_action import TickInputs, TickResult
+from worldkv.robots.dataset import read_embodiment
 from worldkv.robots.embodiment import Embodiment
-from worldkv.robots.experiment_cfg import read_embodiment
 from worldkv.robots.policy import Policy
 from worldkv.robots.preparation import Preparation
 from worldkv.robots.program import RobotPolicy

@@ -11,7 +11,7 @@ import policy_fakes as fakes
 import pytest
 
 from worldkv.errors import CheckpointError
-from worldkv.robots.experiment_cfg import read_embodiment
+from worldkv.robots.dataset import read_embodiment
 
 
 def _step(conf: dict[str, Any], name: str) -> dict[str, Any]:

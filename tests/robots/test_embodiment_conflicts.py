@@ -8,8 +8,8 @@ import policy_fakes as fakes
 import pytest
 
 from worldkv.errors import CheckpointError
+from worldkv.robots.dataset import ModelSizes, read_embodiment
 from worldkv.robots.embodiment_file import EmbodimentFile, from_mapping, packaged
-from worldkv.robots.experiment_cfg import ModelSizes, read_embodiment
 
 SIZES = ModelSizes(action_horizon=fakes.HORIZON, max_state_dim=16, max_action_dim=10, text_len=fakes.TEXT_LEN)
 

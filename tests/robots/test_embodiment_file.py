@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from worldkv.errors import CheckpointError
+from worldkv.robots.dataset import ModelSizes, find_embodiment, read_embodiment
 from worldkv.robots.embodiment_file import EmbodimentFile, find_packaged, load_embodiment_file, packaged, parse
-from worldkv.robots.experiment_cfg import ModelSizes, find_embodiment, read_embodiment
 from worldkv.robots.preparation import Memory, Preparation
 from worldkv.robots.transforms import absolute_actions, normalise_state
 

@@ -10,7 +10,7 @@ import policy_fakes as fakes
 import pytest
 
 from worldkv.errors import BadRequest
-from worldkv.robots.experiment_cfg import read_embodiment
+from worldkv.robots.dataset import read_embodiment
 from worldkv.robots.observation import MAX_PROMPT_CHARACTERS, Observation, read_observation
 
 WRIST = "observation__wrist_image_left"

@@ -123,6 +123,18 @@ def test_the_limit_holds_over_restarts(tmp_path):
     assert size() < 2 * 600_000, size()
 
 
+def test_ticks_that_waited_when_the_limit_was_reached_are_not_written(tmp_path):
+    policy, go_on = fakes.make_policy(fakes.FakeModel()), threading.Event()
+    policy.recorder = Recorder(tmp_path / "r", {}, limit_bytes=1)
+    assert policy.recorder.put(lambda: go_on.wait(10) and None)  # a slow disk
+    session = policy.open_session("arm")
+    for _ in range(3):
+        session.infer(fakes.observation()).result(5)
+    go_on.set()
+    policy.close()
+    assert [path.name for path in (tmp_path / "r").rglob("*.safetensors")] == ["000000.safetensors"]
+
+
 def test_nan_latents_are_a_difference():
     tick = RecordedTick(0, 0.0, None, np.ones((2, 2), np.float32), torch.ones(3), {})
     d = Difference()

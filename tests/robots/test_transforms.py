@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worldkv.robots.dataset import read_embodiment
 from worldkv.robots.embodiment import Normalisation, Quantity
 from worldkv.robots.embodiment_file import packaged
-from worldkv.robots.experiment_cfg import read_embodiment
 from worldkv.robots.tiling import tile_views
 from worldkv.robots.transforms import (
     absolute_actions,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -77,8 +78,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "flash4": ("worldkv.attention.flash4", "Flash4Backend"),
 }
 _FAST = ("flash4", "cudnn")
-# Where flash4 was the faster one on an H200 (docs/benchmarks.md): from so many queries and keys on, and again for no
-# more than so many short rows. In between, and for short text behind many queries, cuDNN was.
+# "auto" takes flash4 for rows of at least so many queries and keys, or for at most so many short rows; cuDNN otherwise.
+# On an H200 each is the faster one there (docs/benchmarks.md).
 _MANY_QUERIES, _MANY_KEYS, _FEW_ROWS = 512, 1024, 4
 _TOLERANCE = 2e-2  # relative error of half precision against the reference
 
@@ -147,7 +148,7 @@ def _trouble(backend: AttentionBackend, storage: KVStorage) -> str | None:
 
 
 def self_check(backend: AttentionBackend, storage: KVStorage) -> float:
-    """Relative error against the reference: rows of several lengths, short and long, NaN in every block they lack."""
+    """Relative error against the reference, of short and long rows; blocks that no row holds are full of NaN."""
     lengths = [(5, 21), (300, 700), (300, 300)]
     num_heads, head_dim = storage.k[0].shape[2:]
     counts = [-(-keys // storage.block_size) for _, keys in lengths]
@@ -163,7 +164,7 @@ def self_check(backend: AttentionBackend, storage: KVStorage) -> float:
         q = torch.randn(sum(row.num_queries for row in rows), num_heads, head_dim, device=trial.device).to(trial.dtype)
         expected = load_backend("reference").plan(trial, rows).run(0, q).float()
         errors.append(float((backend.plan(trial, rows).run(0, q).float() - expected).norm() / expected.norm()))
-    return max(errors, key=lambda error: error if error == error else float("inf"))
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def load_backend(name: str) -> AttentionBackend:

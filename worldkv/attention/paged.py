@@ -1,10 +1,10 @@
-"""What plans of all paged GPU kernels have in common: block tables, lengths and slots of one batch of rows.
+"""The common part of all paged GPU plans: block tables, lengths and slots of one batch of rows.
 
 Kernels read whole blocks or tiles and mask what lies past a row's n: those slots must be finite. They are the row's
 own (the rest of its last block, and that block again), never a free block's.
 
-The number of rows is rounded up to a power of two with rows that ask nothing: batches of many sessions are composed in
-many ways, and what is built per shape (cuDNN's plans, CUDA graphs) is then built for few.
+The number of rows is rounded up to a power of two with padding rows of zero queries. Many sessions make batches of many
+compositions, and plans and graphs, which are built per shape, are then few.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class PagedPlan(AttentionPlan):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All that differs between plans of one shape class."""
+        """The tensors in which plans of one shape class differ."""
         return [self.tables, self.lengths, self.starts, *([] if self.write_slots is None else [self.write_slots])]
 
     def with_own_tensors(self) -> Self:
-        """A copy whose tensors are its own: a CUDA graph's, say, which others of its class are copied into."""
+        """A copy with tensors of its own, as a CUDA graph needs: other plans of the class are copied into them."""
         own = copy(self)
         own.tables, own.lengths, own.starts = self.tables.clone(), self.lengths.clone(), self.starts.clone()
         own.write_slots = None if self.write_slots is None else self.write_slots.clone()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from worldkv.bench.ticks import TICKS_PER_WINDOW
-from worldkv.bench.timing import Stopwatch
+from worldkv.bench.timing import timed
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.wan.dit import Block, WanDiT, layer_norm
 from worldkv.models.wan.rotary import Rotary, rotate
@@ -103,8 +103,4 @@ def measure_baseline(dit: WanDiT, config: DreamZeroConfig) -> dict[str, Any]:
 
 
 def _seconds(branch: PlainRollout, num_frames: int, *, commit: bool) -> float:
-    watch = Stopwatch(branch.device)
-    watch.mark()
-    branch.forward(num_frames, commit=commit)
-    watch.mark()
-    return watch.seconds()
+    return timed(lambda: branch.forward(num_frames, commit=commit), branch.device).seconds()

@@ -1,4 +1,4 @@
-"""What an open console costs: a robot's ticks with a page that watches its session, and without, in turns, in one run.
+"""The cost of an open console: a robot's ticks with a page that watches its session, and without, in one run.
 
     python -m worldkv.bench.console
 

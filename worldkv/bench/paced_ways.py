@@ -22,8 +22,8 @@ _VARIANTS = 4  # of a robot's images: making noise anew for every ask would take
 
 def to_engine(bench: Bench) -> Connect:
     """Each robot a session of the engine's; ticks carry their deadline."""
-    first = [make_inputs(bench, seed, 1) for seed in range(_VARIANTS)]
-    later = [make_inputs(bench, seed, 4) for seed in range(_VARIANTS)]
+    first = [make_inputs(bench.model, seed, first=True) for seed in range(_VARIANTS)]
+    later = [make_inputs(bench.model, seed) for seed in range(_VARIANTS)]
 
     @contextmanager
     def connect(robot: int) -> Iterator[Ask]:

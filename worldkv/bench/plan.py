@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is planned for. `model`: a name that was measured, or None. `chunk_s`: how long a chunk of actions lasts."""
+    """The model to plan for. `model`: its name if it was measured. `chunk_s`: how long a chunk of actions lasts."""
 
     title: str
     config: DreamZeroConfig

@@ -24,22 +24,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from worldkv.bench.ticks import TICKS_PER_WINDOW, make_inputs
 from worldkv.engine.engine import Engine, EngineConfig, TickReply
 from worldkv.load import load_engine
-from worldkv.models.dreamzero.checkpoint import Checkpoint
 from worldkv.models.dreamzero.model import State
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.world_action import TickInputs, TickResult
-from worldkv.robots.experiment_cfg import read_embodiment
 
 RolloutEngine = Engine[TickInputs, State, TickResult]
-_TICKS_PER_WINDOW = 4  # so that every session restarts as often in both ways of running
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="how many at once")
-    options.add_argument("--ticks", type=int, default=_TICKS_PER_WINDOW, help="ticks of each session (4)")
+    # whole windows, so that every session restarts as often in both ways of running
+    options.add_argument("--ticks", type=int, default=TICKS_PER_WINDOW, help="ticks of each session (4)")
     options.add_argument("--checkpoint", type=Path, help="DreamZero checkpoint folder (default: tiny, random weights)")
     options.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads (all)")
     arguments = options.parse_args(argv)
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         checkpoint = arguments.checkpoint or write_random_checkpoint(Path(folder) / "random", view_height=16)
         config = EngineConfig(max_sessions=most, max_rows=2 * most)
         engine = load_engine(checkpoint, config)
-        inputs = [make_inputs(checkpoint, seed) for seed in range(most)]
+        inputs = [make_inputs(engine.model, seed) for seed in range(most)]
     measure(engine, inputs[:2], 2, together=True)  # warm up
     rows = []
     names = ("sessions", "one by one", "batched", "ratio", "p50 ms", "p99 ms", "rows/forward")
@@ -109,21 +108,6 @@ def measure(engine: RolloutEngine, inputs: list[TickInputs], num_ticks: int, *, 
 def first_frames(inputs: TickInputs) -> np.ndarray:
     assert inputs.frames is not None
     return inputs.frames[:1]
-
-
-def make_inputs(folder: Path, seed: int) -> TickInputs:
-    """A later tick's inputs, four frames, of the sizes that the checkpoint expects."""
-    checkpoint = Checkpoint.open(folder)
-    embodiment = read_embodiment(checkpoint.conf, checkpoint.metadata)
-    rng = np.random.default_rng(seed)
-    token_ids = np.zeros((1, checkpoint.config.dit.text_len), dtype=np.int64)
-    token_ids[0, :3] = (7, 8, 1)
-    return TickInputs(
-        rng.integers(0, 256, (4, *embodiment.image_size, 3), dtype=np.uint8),
-        rng.uniform(-1, 1, (1, embodiment.max_state_dim)),
-        token_ids,
-        (token_ids != 0).astype(np.int64),
-    )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) ->
             for n, session in enumerate(sessions):
                 if turn < n % TICKS_PER_WINDOW and ages[n] == 0:
                     continue  # begins later, so that fills differ
-                num_frames = 1 if ages[n] % TICKS_PER_WINDOW == 0 else 4
-                futures.append(bench.engine.submit(session, make_inputs(bench, 1000 * n + ages[n], num_frames)))
+                inputs = make_inputs(bench.model, 1000 * n + ages[n], first=ages[n] % TICKS_PER_WINDOW == 0)
+                futures.append(bench.engine.submit(session, inputs))
                 ages[n] += 1
             for future in futures:
                 future.result()
@@ -62,10 +62,9 @@ def made_so_far(bench: Bench) -> dict[str, int]:
     from worldkv.attention import cudnn
     from worldkv.models.wan import kernels_triton
 
-    captured = getattr(bench.model.dit.run_blocks, "num_captured", 0)
     return {
         "kernels": kernels_triton.num_compiled(),
-        "graphs": captured,
+        "graphs": getattr(bench.model.dit.run_blocks, "num_captured", 0),
         "attention_plans": cudnn.num_graphs(),
     }
 
@@ -74,9 +73,9 @@ def profile_forwards(bench: Bench, most: int = 14) -> list[dict[str, Any]]:
     """Milliseconds on the device by kernel, of one tick with a full window: the largest first, then the rest."""
     session = bench.engine.open_session()
     for tick in range(TICKS_PER_WINDOW - 1):
-        bench.engine.submit(session, make_inputs(bench, tick, 1 if tick == 0 else 4)).result()
+        bench.tick(session, make_inputs(bench.model, tick, first=tick == 0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        bench.engine.submit(session, make_inputs(bench, 9, 4)).result()
+        bench.tick(session, make_inputs(bench.model, 9))
         torch.cuda.synchronize()
     bench.engine.close(session, "profiled")
     averages = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)

@@ -6,32 +6,29 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from worldkv.bench.watching import Bench
+from worldkv.models.base import WorldModel
 from worldkv.models.dreamzero.config import DreamZeroConfig
-from worldkv.models.dreamzero.inputs import tiled_size
-from worldkv.models.world_action import TickInputs
+from worldkv.models.dreamzero.model import State
+from worldkv.models.world_action import TickInputs, TickResult
 
 TICKS_PER_WINDOW = 4  # histories of 1, 3, 5 and 7 frames
 
 
-def make_inputs(bench: Bench, seed: int, num_frames: int, **more: Any) -> TickInputs:
-    """A tick's inputs at the model's own size; noise images."""
-    config = bench.model.config
-    rng = np.random.default_rng(seed)
-    height, width = tiled_size(config)
-    tokens = np.zeros((1, config.dit.text_len), dtype=np.int64)
-    tokens[0, :6] = np.arange(5, 11)
-    return TickInputs(
-        rng.integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8),
-        rng.uniform(-1, 1, (config.dit.num_states, config.dit.max_state_dim)),
-        tokens,
-        (tokens > 0).astype(np.int64),
-        **more,
+def make_inputs(model: WorldModel[TickInputs, State, TickResult], seed: int, *, first: bool = False) -> TickInputs:
+    """A tick's inputs at the model's own sizes, of noise."""
+    rng, fake = np.random.default_rng(seed), model.fake_inputs(first)
+    assert fake.frames is not None
+    return replace(
+        fake,
+        frames=rng.integers(0, 256, fake.frames.shape, dtype=np.uint8),
+        state=rng.uniform(-1, 1, fake.state.shape),
     )
 
 
@@ -45,7 +42,7 @@ def measure_window(bench: Bench) -> dict[str, Any]:
         for tick in range(TICKS_PER_WINDOW):
             with bench.watched() as watches:
                 started = time.perf_counter()
-                result = bench.engine.submit(session, make_inputs(bench, tick, 1 if tick == 0 else 4)).result().result
+                result = bench.tick(session, make_inputs(bench.model, tick, first=tick == 0))
                 np.asarray(result.actions)
                 totals.append(1e3 * (time.perf_counter() - started))
             if warm:
@@ -67,7 +64,7 @@ def measure_sessions(bench: Bench, counts: Sequence[int]) -> Iterator[dict[str, 
 
     A tick holds everything from the frames to the actions; `dit_s_per_round` is the DiT's part of one tick of all.
     """
-    inputs = [[make_inputs(bench, 100 * n + t, 1 if t == 0 else 4) for t in range(2)] for n in range(max(counts))]
+    inputs = [[make_inputs(bench.model, 100 * n + t, first=t == 0) for t in range(2)] for n in range(max(counts))]
     for count in counts:
         sessions = [bench.engine.open_session() for _ in range(count)]
         latencies: list[float] = []
@@ -100,11 +97,11 @@ def measure_sessions(bench: Bench, counts: Sequence[int]) -> Iterator[dict[str, 
 
 
 def seen_tick(bench: Bench) -> dict[str, Any]:
-    """What a session's second tick computes, from the same noise each time: velocities, cache, latents, actions."""
+    """The tensors of a session's second tick, from the same noise each time: velocities, cache, latents, actions."""
     session = bench.engine.open_session()
-    bench.engine.submit(session, make_inputs(bench, 0, 1)).result()
+    bench.tick(session, make_inputs(bench.model, 0, first=True))
     bench.seen.tensors = {}
-    result = bench.engine.submit(session, make_inputs(bench, 1, 4)).result().result
+    result = bench.tick(session, make_inputs(bench.model, 1))
     seen, bench.seen.tensors = bench.seen.tensors, None
     bench.engine.close(session, "seen")
     actions = torch.from_numpy(result.actions)

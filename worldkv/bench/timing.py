@@ -37,14 +37,17 @@ def measure(function: Callable[[], Any], device: torch.device, repeats: int = 20
     """Median seconds of one call."""
     for _ in range(warm_up):
         function()
-    watches = []
-    for _ in range(repeats):
-        watch = Stopwatch(device)
-        watch.mark()
-        function()
-        watch.mark()
-        watches.append(watch)
+    watches = [timed(function, device) for _ in range(repeats)]
     return statistics.median(watch.seconds() for watch in watches)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> Stopwatch:
+    """A stopwatch of one call."""
+    watch = Stopwatch(device)
+    watch.mark()
+    function()
+    watch.mark()
+    return watch
 
 
 def measure_in_graph(function: Callable[[], Any], device: torch.device, calls: int = 10) -> float:

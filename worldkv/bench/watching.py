@@ -1,4 +1,4 @@
-"""What measuring adds to an engine: an executor that times batches, an observer that keeps what it sees."""
+"""Measuring a running engine: an executor that times batches, an observer that keeps tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from worldkv.bench.timing import Stopwatch
-from worldkv.engine.engine import Engine
+from worldkv.engine.engine import Engine, SessionHandle
 from worldkv.engine.executor import LocalExecutor
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, Request
@@ -65,6 +65,9 @@ class Bench:
     model: DreamZero
     executor: TimedExecutor
     seen: Seen
+
+    def tick(self, session: SessionHandle, inputs: TickInputs) -> TickResult:
+        return self.engine.submit(session, inputs).result().result
 
     @contextmanager
     def watched(self) -> Iterator[dict[str, list[Stopwatch]]]:

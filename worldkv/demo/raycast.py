@@ -89,7 +89,7 @@ class Camera:
 
 
 class Backdrop:
-    """What a camera sees without solids and shadows; worth keeping while the camera stands still.
+    """A camera's picture without solids and shadows; worth keeping while the camera stands still.
 
     `samples`: rays per pixel along each side.
     """

@@ -70,7 +70,7 @@ class SyntheticArm:
         self._frames = [self._look()]
 
     def observe(self) -> dict[str, Any]:
-        """What a robot sends, in RoboArena's names; images uint8 [T, 180, 320, 3].
+        """A robot's observation in RoboArena's names; images uint8 [T, 180, 320, 3].
 
         T is 1 after a reset, and FRAMES_PER_OBSERVATION after `execute`, spread over what was executed.
         """

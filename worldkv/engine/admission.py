@@ -1,4 +1,4 @@
-"""Who may hold blocks: a session is charged, before any work, the most it can ever hold; a snapshot what it keeps.
+"""The books of promised blocks: a session is charged, before any work, the most it can ever hold; a snapshot its own.
 
 Counts only. The sum of the charges never exceeds the pool, so no admitted tick can run out of blocks.
 """
@@ -59,11 +59,8 @@ class Admission:
         """Blocks promised to nobody."""
         return self.num_blocks - self.num_charged
 
-    def has_room(self, num_sessions: int = 1) -> bool:
-        return num_sessions * self.blocks_per_session <= self.num_free
-
     def refusal(self, num_blocks: int, what: str, num_kept: int = 0, trouble: str = "") -> AdmissionRefused:
-        """Says what is needed, what is free beside `num_kept` blocks for others, and what would help."""
+        """The error for whoever needs `num_blocks`; `num_kept` blocks are for others. Says what would help."""
         free = max(0, self.num_free - num_kept)
         return AdmissionRefused(
             f"no room for {what}: it needs {num_blocks} blocks, {free} of {self.num_blocks} are not "

@@ -1,4 +1,4 @@
-"""What an engine can be told."""
+"""The options of an engine."""
 
 from __future__ import annotations
 

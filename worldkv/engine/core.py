@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-import uuid
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -46,14 +45,14 @@ from worldkv.models.base import Encode, Forward, OnHost, Outcome, Program, Reque
 logger = logging.getLogger(__name__)
 _IDLE_TURN_S = 0.5
 
-Observer = Callable[[KVState, Request, object], None]  # of a program's request that has run, and its result
+Observer = Callable[[KVState, Request, object], None]  # told of a program's request that has run, and its result
 Model = WorldModel[object, object, object]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What everybody may read, at any time."""
+    """A state of the books, for everybody to read at any time."""
 
     stats: Stats
     capacity: Capacity
@@ -72,7 +71,7 @@ class EngineCore:
         self.sessions: dict[SessionHandle, Session] = {}
         self.names: dict[str, SessionHandle] = {}  # of open sessions
         self.snapshots: dict[SnapshotHandle, Snapshot] = {}
-        self.ticks: list[Tick] = []  # running, in the order in which they began
+        self.ticks: list[Tick] = []  # the running ones, oldest first
         self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
         self.residency = Residency(cache, self.admission, self.sessions.values(), self.on_host, self.touch, config)
         self.scheduler = Scheduler(config.max_rows, config.max_tokens)
@@ -80,10 +79,10 @@ class EngineCore:
         self.stopping = False
         self.ended = False
         self.fault: BaseException | None = None
-        self.busy_since: float | None = None  # seconds of time.monotonic: a turn's work began
+        self.busy_since: float | None = None  # since when the turn has worked, in seconds of time.monotonic
         self._sequence = itertools.count()
         self._serial = itertools.count()
-        self._answers: list[Callable[[], None]] = []  # given once the books they rest on are published
+        self._answers: list[Callable[[], None]] = []  # to be given after the next `publish`
         self._touched: set[Session] = set()
         self._infos: dict[SessionHandle, SessionInfo] = {}
         self.publish()
@@ -91,11 +90,11 @@ class EngineCore:
     # the turn
 
     def run(self) -> None:
-        """Until a Stop message comes. Whatever ends it, nobody waits for an answer for ever."""
+        """Take turns until a Stop message comes. However it ends, every waiting caller gets an answer."""
         try:
             while not self.stopping:
                 self.step()
-        except BaseException as error:  # our own bug: be unready and say so, rather than hang every caller
+        except BaseException as error:  # our own bug: say so, rather than hang every caller
             self.fault = error
             logger.exception("the engine's thread failed")
         self.operations.end_all()
@@ -106,7 +105,7 @@ class EngineCore:
         self.busy_since = time.monotonic()
         for letter in letters:
             self.operations.handle(letter)
-        self.residency.settle()  # whoever waits for room, ticks that are to begin among them
+        self.residency.settle()  # claims on room; a granted tick begins
         self.publish()
 
         batch = self.scheduler.next_batch(self.ticks)
@@ -120,7 +119,7 @@ class EngineCore:
         return any(tick.request is not None and not tick.on_host for tick in self.ticks)
 
     def _results(self, batch: list[Tick]) -> list[object]:
-        """A result for each, or the Exception that is its own. Committing rows are history now."""
+        """A result for each tick, or the Exception that only this tick failed with. Committing rows become history."""
         if not batch:
             return []
         for tick in batch:
@@ -132,10 +131,14 @@ class EngineCore:
             for request, result in zip(requests, results, strict=True)
         ]
 
+    @property
+    def why_ended(self) -> str:
+        return "engine is shut down" if self.fault is None else f"engine failed: {self.fault}"
+
     # ticks
 
     def want(self, tick: Tick) -> None:
-        """Have it begin as soon as its session is on the device."""
+        """Begin the tick as soon as its session is on the device."""
         session = tick.session
         assert session is not None
         session.tick = tick
@@ -188,7 +191,7 @@ class EngineCore:
             self.finish(tick, error=error)
 
     def _ask(self, tick: Tick, request: Request) -> None:
-        """What the tick waits for from now on."""
+        """Let the tick wait for this request."""
         if not isinstance(request, Forward | Encode | OnHost):
             raise ModelError(
                 f"{type(self.model).__name__}.program: expected to be asked for a Forward, an Encode or OnHost, "
@@ -198,8 +201,7 @@ class EngineCore:
         tick.waiting_since, tick.sequence = time.perf_counter(), next(self._sequence)
         if isinstance(request, OnHost):
             tick.on_host = True
-            future = self.executor.on_host(request.function)
-            self.inbox.forward(future, lambda: self._advance(tick, _result_of(future)))
+            self.on_host(request.function, partial(self._advance, tick))
 
     def _conclude(self, tick: Tick, outcome: object) -> None:
         if isinstance(outcome, Outcome):
@@ -216,7 +218,7 @@ class EngineCore:
     def finish(
         self, tick: Tick, outcome: Outcome[object, object] | None = None, error: BaseException | None = None
     ) -> None:
-        """Settle a tick: keep what it did, or on an error go back where it began. Safe twice."""
+        """Settle a tick: keep its outcome, or go back to its beginning on an error. Safe twice."""
         if tick.ended:
             return
         tick.ended = True
@@ -260,15 +262,15 @@ class EngineCore:
     # answers, and what everybody may read
 
     def answer(self, future: Future[object], value: object = None, error: BaseException | None = None) -> None:
-        """Once the books are published that the answer rests on."""
+        """Answer after the next `publish`: the books show then what the answer says."""
         self._answers.append(partial(_set, future, value, error))
 
     def touch(self, session: Session) -> None:
-        """What is published of it has changed."""
+        """Publish the session anew at the end of this turn."""
         self._touched.add(session)
 
     def publish(self) -> None:
-        """New values for those who read, then the answers that wait for that."""
+        """Publish new values for readers, then give the answers that wait for them."""
         for session in self._touched:
             if session.handle in self.sessions:
                 self._infos[session.handle] = session.info()
@@ -296,36 +298,24 @@ class EngineCore:
         )
         answers, self._answers = self._answers, []
         for give in answers:
-            with suppress(Exception):  # a done callback of the caller's must not end the engine
+            with suppress(Exception):  # a caller's done callback must not end the engine
                 give()
-
-    def new_session(self, session_id: str | None) -> Session:
-        """An empty session; its blocks are not charged yet."""
-        session_id = session_id or uuid.uuid4().hex
-        handle = SessionHandle(session_id, next(self._serial))
-        session = Session(handle, self.cache.create_state(), self.model.new_state())
-        return session
 
     def new_serial(self) -> int:
         return next(self._serial)
 
-    def on_host(self, function: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
-        """Call it on a host thread, then `done` on ours."""
+    def on_host(self, function: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+        """Call it on a host thread, then `done` with its result or Exception on ours."""
         future = self.executor.on_host(function)
-
-        def report() -> None:
-            result: Exception | None = _result_of(future)
-            done(result)
-
-        self.inbox.forward(future, report)
+        self.inbox.forward(future, partial(_report, future, done))
 
     def session(self, handle: SessionHandle) -> Session:
-        """For tests that look inside: an open session. Raises KeyError."""
+        """An open session, for tests that look inside. Raises KeyError."""
         return self.sessions[handle]
 
 
 def _committed(request: Forward, result: object) -> object:
-    """The result, its committing rows being history now; or why that failed, for its tick alone."""
+    """Commit the rows that do. Returns the result, or the Exception that this commit failed with."""
     if isinstance(result, Exception):
         return result
     try:
@@ -337,12 +327,13 @@ def _committed(request: Forward, result: object) -> object:
     return result
 
 
-def _result_of(future: Future[T]) -> T | Exception:
-    """Of a done one: its result, or the Exception in its place."""
+def _report(future: Future[T], done: Callable[[T | Exception], None]) -> None:
+    """Call `done` with the result of a done future, or with the Exception in its place."""
     error = future.exception()
     if error is None:
-        return future.result()
-    return error if isinstance(error, Exception) else EngineStopped(repr(error))
+        done(future.result())
+    else:
+        done(error if isinstance(error, Exception) else EngineStopped(repr(error)))
 
 
 def _set(future: Future[object], value: object, error: BaseException | None) -> None:

@@ -1,6 +1,6 @@
-"""The engine: what everybody else holds of the core, from any thread.
+"""The engine: the face of the core for every other thread.
 
-Every call is a message to the core's thread; what it returns is a future, or, where a caller may wait, its result.
+Every call is a message to the core's thread. It returns a future or, where a caller may wait, the result.
 Sessions and snapshots are handles. Reading statistics stops nothing and waits for nobody.
 """
 
@@ -99,7 +99,7 @@ class Engine(Generic[InputsT, StateT, ResultT]):
     def close(self, session: SessionHandle, reason: str) -> Future[None]:
         """End the session and give its blocks back; safe twice. A tick in flight ends with SessionEnded. Nobody needs
         to wait for the future."""
-        return cast("Future[None]", self._tell(m.Close(session, reason)))
+        return cast("Future[None]", self._post(m.Close(session, reason)))
 
     def describe(self, session: SessionHandle) -> SessionInfo:
         """As it was after the latest turn. Raises SessionNotFound."""
@@ -131,7 +131,7 @@ class Engine(Generic[InputsT, StateT, ResultT]):
 
     def release(self, snapshot: SnapshotHandle) -> Future[None]:
         """Give a snapshot's references back; safe twice. Nobody needs to wait for the future."""
-        return cast("Future[None]", self._tell(m.Release(snapshot)))
+        return cast("Future[None]", self._post(m.Release(snapshot)))
 
     def park(self, session: SessionHandle) -> None:
         """Move an idle session's K/V to host memory; its next tick brings it back, bit for bit. Safe twice.
@@ -188,7 +188,7 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         return Health(trouble is None, trouble or "ready")
 
     def capacity(self) -> Capacity:
-        """What a session costs, in blocks and bytes, and how many more fit."""
+        """The cost of a session, in blocks and bytes, and how many more fit."""
         return self.core.published.capacity
 
     def stats(self) -> Stats:
@@ -213,18 +213,15 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _tell(self, message: m.Message) -> Future[object]:
-        """Like `ask`, but done already where the engine is gone: then it has given everything back."""
-        return self._post(message)
-
     def _post(self, message: m.Message) -> Future[object]:
+        """As `ask`, but raises nothing: an engine that is gone has given everything back."""
         answer = self.core.inbox.put(message)
-        if self.core.ended:  # perhaps after its last look into the inbox
+        if self.core.ended:  # then nobody else may look into the inbox again
             self.core.operations.turn_away_rest()
         return answer
 
     def _wait(self, answer: Future[T]) -> T:
-        """What the core answers. Raises EngineStopped once the engine is stuck; then it is never done."""
+        """Wait for the core's answer. Raises EngineStopped once the engine is stuck and cannot give one."""
         while not wait({answer}, _CHECK_S).done:
             trouble = self._trouble()
             if trouble is not None and answer.cancel():
@@ -234,10 +231,8 @@ class Engine(Generic[InputsT, StateT, ResultT]):
     def _trouble(self) -> str | None:
         """Why no work can be taken now: shut down, failed, or stuck in one thing; None when all is well."""
         core = self.core
-        if core.fault is not None:
-            return f"engine failed: {core.fault}"
-        if self._stopping or core.ended:
-            return "engine is shut down"
+        if core.fault is not None or core.ended or self._stopping:
+            return core.why_ended
         limit = time.monotonic() - self.config.stuck_after_s
         for since, what in ((core.busy_since, "one turn"), (core.residency.oldest_copy, "one copy")):
             if since is not None and since < limit:

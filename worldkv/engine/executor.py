@@ -1,7 +1,7 @@
 """Between the core and the model: runs batches of requests, and functions on host threads.
 
-The core hands over requests and takes results; where they are computed is an executor's business. This one runs the
-model in the same process. Its `run` is called on the engine's thread only.
+The core hands over requests and takes results; the executor decides where they are computed. This one runs the model in
+the same process. Its `run` is called on the engine's thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """What the core needs of one."""
+    """A place where requests are computed."""
 
     @property
     def rows_per_forward(self) -> Mapping[int, int]:

@@ -1,4 +1,4 @@
-"""What the core can be asked for, and the inbox through which it is asked, from any thread."""
+"""The messages that the core takes, and the inbox that takes them from any thread."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class Resume:
 
 @dataclass(frozen=True)
 class Compute:
-    """A request of no session's."""
+    """A request that belongs to no session."""
 
     request: Encode
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Have a look between two batches."""
+    """Call `function` with the core between two batches."""
 
     function: Callable[[EngineCore], object]
 
@@ -140,7 +140,7 @@ class Inbox:
         future.add_done_callback(lambda _: self._letters.put(Letter(HostDone(report))))
 
     def take(self, wait_s: float) -> list[Letter]:
-        """All that has come; with none, whatever comes first within `wait_s` seconds."""
+        """All messages so far. Waits up to `wait_s` seconds for a first one."""
         letters = []
         try:
             letters.append(self._letters.get(timeout=wait_s) if wait_s > 0 else self._letters.get_nowait())

@@ -1,13 +1,14 @@
-"""What the core does with each message, between two batches. Engine thread only.
+"""The core's answer to each message, between two batches. Engine thread only.
 
-Operators' requests (snapshot, restore, fork, park) want a session without a tick. What needs blocks, or a session on
-the device, stakes a claim and goes on when that is granted.
+Operators' requests (snapshot, restore, fork, park) want a session without a tick. An operation that needs blocks, or a
+session on the device, stakes a claim and goes on when the claim is granted.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,11 +29,11 @@ _REMEMBERED = 4096  # reasons of closed sessions, for those who still hold their
 
 
 class Operations:
-    """`handle` a message: it is answered at once, or when what it waits for has come."""
+    """`handle` answers a message at once, or later if it has to wait for room or for a copy."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._closed: dict[SessionHandle, str] = {}  # the newest ones, with the reason
+        self._closed: dict[SessionHandle, str] = {}  # the newest ones, and why each was closed
         self._handlers: Mapping[type, Callable[..., None]] = {
             m.Open: self._open,
             m.Submit: self._submit,
@@ -50,7 +51,7 @@ class Operations:
         }
 
     def handle(self, letter: m.Letter) -> None:
-        """Whatever is wrong with a message is its sender's to know."""
+        """Run a message's operation. Its sender gets the error, should there be one."""
         message, answer = letter.message, letter.answer
         if isinstance(message, m.HostDone):
             message.function()
@@ -63,7 +64,7 @@ class Operations:
             self._core.answer(answer, error=error)
 
     def park_idle(self) -> None:
-        """Park what has been idle for too long."""
+        """Park the sessions that have idled for too long."""
         config = self._core.config
         if config.park_after_s is None:
             return
@@ -72,19 +73,15 @@ class Operations:
             idle_since, idles = session.last_used, session.tick is None and session.on_device
             if idles and idle_since < now - config.park_after_s and session.no_parking_before < now:
                 try:
-                    self._core.residency.park(session, partial(self._parked, session))
+                    self._core.residency.park(session)
                 except (WorldKVError, MemoryError, RuntimeError) as error:  # no host memory, say: nothing has changed
                     session.no_parking_before = now + config.park_after_s
                     logger.warning("session %s is not parked: %s", session.handle.session_id, error)
 
-    def _parked(self, session: Session, _: Exception | None) -> None:
-        self._core.touch(session)
-
     def end_all(self) -> None:
         """The thread ends: nothing is left waiting, and every block goes back."""
         core = self._core
-        why = f"engine failed: {core.fault}" if core.fault is not None else "engine is shut down"
-        stopped = EngineStopped(f"the engine stopped during this tick ({why})")
+        stopped = EngineStopped(f"the engine stopped during this tick ({core.why_ended})")
         with suppress(Exception):
             core.executor.shutdown()
         core.ended = True
@@ -92,12 +89,12 @@ class Operations:
         for tick in [*core.ticks, *(s.tick for s in core.sessions.values() if s.tick is not None)]:
             try:
                 core.finish(tick, error=stopped)
-            except Exception:  # whatever ended the thread may end this too: the caller must not wait for ever
+            except Exception:  # the cause of the end may strike again: the caller must not wait for ever
                 logger.exception("a tick could not be settled")
                 core.answer(tick.future, error=stopped)
         for claim in core.residency.claims:
             if not claim.is_tick:
-                claim.refused(EngineStopped(why))
+                claim.refused(EngineStopped(core.why_ended))
         for session in list(core.sessions.values()):
             with suppress(Exception):
                 session.kv.close()
@@ -110,21 +107,17 @@ class Operations:
         core.publish()
 
     def turn_away_rest(self) -> None:
-        """What has come after the end."""
-        fault = self._core.fault
-        error = EngineStopped("engine is shut down" if fault is None else f"engine failed: {fault}")
+        """Answer the messages that came after the end."""
         for letter in self._core.inbox.take(0.0):
-            self._turn_away(letter, error)
-
-    def _turn_away(self, letter: m.Letter, error: Exception) -> None:
-        if isinstance(letter.message, m.HostDone):  # a copy's end: its session is whole again, and can be closed
-            with suppress(Exception):
-                letter.message.function()
-        elif letter.answer.set_running_or_notify_cancel():
-            if isinstance(letter.message, m.Stop | m.Close | m.Release):
+            if isinstance(letter.message, m.HostDone):  # a copy has ended: its session can be closed
+                with suppress(Exception):
+                    letter.message.function()
+            elif not letter.answer.set_running_or_notify_cancel():
+                continue
+            elif isinstance(letter.message, m.Stop | m.Close | m.Release):
                 letter.answer.set_result(None)
             else:
-                letter.answer.set_exception(error)
+                letter.answer.set_exception(EngineStopped(self._core.why_ended))
 
     # sessions
 
@@ -134,9 +127,9 @@ class Operations:
     def _new(self, session_id: str | None) -> Session:
         if session_id is not None and session_id in self._core.names:
             raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
-        session = self._core.new_session(session_id)
-        self._core.names[session.handle.session_id] = session.handle
-        return session
+        core, handle = self._core, SessionHandle(session_id or uuid.uuid4().hex, self._core.new_serial())
+        core.names[handle.session_id] = handle
+        return Session(handle, core.cache.create_state(), core.model.new_state())
 
     def _admit(
         self,
@@ -243,7 +236,7 @@ class Operations:
             try:
                 snapshot = self._require(message.snapshot)
                 session.kv.restore(snapshot.kv)
-            except Exception as error:  # it keeps what it had, on the host or here
+            except Exception as error:  # the session is as it was, on the host or here
                 if session.parked is not None:
                     self._core.residency.refund(session)
                 self._core.answer(answer, error=error)
@@ -296,13 +289,9 @@ class Operations:
                 self._core.answer(answer)
                 return
             try:
-                self._core.residency.park(session, done)
+                self._core.residency.park(session, partial(self._end, answer))
             except Exception as error:
-                self._core.answer(answer, error=error)
-
-        def done(error: Exception | None) -> None:
-            self._core.touch(session)
-            self._core.answer(answer, error=error)
+                self._end(answer, error)
 
         session.when_settled(settled)
 
@@ -329,9 +318,12 @@ class Operations:
             except Exception as error:
                 self._core.answer(answer, error=error)
 
-        refused: Callable[[Exception], None] = lambda error: self._core.answer(answer, error=error)  # noqa: E731
+        refused = partial(self._end, answer)
         claim = Claim("another session", 0, granted, refused, session, bring_back, keep=(session,))
         self._core.residency.claims.append(claim)
+
+    def _end(self, answer: Future[object], error: Exception | None) -> None:
+        self._core.answer(answer, error=error)
 
     # the rest
 

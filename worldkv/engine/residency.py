@@ -1,9 +1,8 @@
-"""Which sessions hold blocks, and who waits for some. Sessions are charged when they open or resume; idle sessions are
-parked to make room.
+"""The sessions that hold blocks, and the claims that wait for some.
 
-Engine thread only. Whoever needs blocks stakes a claim; claims are looked at in the order in which they came, between
-two batches. Copies between device and host are made on host threads, so nobody waits for one but those it is made for.
-Does not know what a tick computes.
+A session is charged when it opens or resumes; idle sessions are parked to make room. Claims are looked at between two
+batches, in the order in which they came. Copies between device and host are made on host threads, so only the session
+that is copied waits. Engine thread only. Does not know what a tick computes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from worldkv.engine.admission import Admission
 from worldkv.engine.config import EngineConfig
@@ -26,10 +24,7 @@ logger = logging.getLogger(__name__)
 _PARK_AGAIN_S = 5.0  # after a copy to the host has failed
 
 
-class Host(Protocol):
-    """Where copies are made: `done` is called on the engine's thread once `function` has ended."""
-
-    def __call__(self, function: Callable[[], None], done: Callable[[Exception | None], None]) -> None: ...
+Done = Callable[[Exception | None], None]
 
 
 @dataclass(eq=False)
@@ -52,14 +47,15 @@ class Claim:
 
 
 class Residency:
-    """`sessions`: all open ones, as the core keeps them. `on_host`: see Host. `touch` is told whose K/V has moved."""
+    """`sessions`: all open ones, as the core keeps them. `on_host` calls a function on a host thread, then its second
+    argument on the engine's. `touch` is told whose K/V has moved."""
 
     def __init__(
         self,
         cache: KVCache,
         admission: Admission,
         sessions: Iterable[Session],
-        on_host: Host,
+        on_host: Callable[[Callable[[], None], Done], None],
         touch: Callable[[Session], None],
         config: EngineConfig,
     ) -> None:
@@ -84,15 +80,15 @@ class Residency:
         return parked + sum(transfer.num_bytes for transfer in self._transfers)
 
     def settle(self) -> None:
-        """Grant or refuse what can be; begin the copies that make room for the rest."""
+        """Grant or refuse the claims that can be; begin the copies that make room for the rest."""
         looked_at: list[Claim] = []
-        while self.claims != looked_at:  # what is granted may stake another claim
+        while self.claims != looked_at:  # a granted claim may stake another
             looked_at = list(self.claims)
             self._look_at_claims()
 
     def _look_at_claims(self) -> None:
         for claim in list(self.claims):
-            if claim not in self.claims:  # ended meanwhile, by one before it
+            if claim not in self.claims:  # it has ended meanwhile
                 continue
             needed = self._needed(claim)
             if needed is None or not self._has_room_for(claim, needed):
@@ -106,7 +102,7 @@ class Residency:
             self.claims.remove(claim)
             claim.granted()
 
-    def park(self, session: Session, done: Callable[[Exception | None], None] = lambda _: None) -> None:
+    def park(self, session: Session, done: Done = lambda _: None) -> None:
         """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
@@ -129,12 +125,12 @@ class Residency:
         self._begin(session, transfer, job.copy)
 
     def refund(self, session: Session) -> None:
-        """Its blocks are promised to nobody again."""
+        """Give back the promise of its blocks."""
         self._admission.refund(session.num_blocks_charged)
         session.num_blocks_charged = 0
 
     def drop(self, session: Session) -> None:
-        """What waits for this session's sake has ended already: forget it."""
+        """Forget the claims on this session, without an answer: their tick has ended."""
         self.claims = [claim for claim in self.claims if claim.session is not session]
 
     def _needed(self, claim: Claim) -> int | None:
@@ -147,8 +143,8 @@ class Residency:
         return 0 if session.num_blocks_charged else self._admission.blocks_per_session
 
     def _has_room_for(self, claim: Claim, needed: int) -> bool:
-        """Whether its blocks can be promised now. Else others are being parked, or it is refused, or it waits for ticks
-        that are running."""
+        """True if its blocks can be promised now. Otherwise others are being parked, or the claim waits for running
+        ticks, or it was refused."""
         if needed == 0:
             return True
         wanted = needed + self._kept_from(claim)
@@ -164,7 +160,7 @@ class Residency:
         return False
 
     def _kept_from(self, claim: Claim) -> int:
-        """Blocks that others are to have first: a tick leaves room for those before it, whatever else for all ticks."""
+        """Blocks that others get first: a tick leaves room for the ticks before it, any other claim for all ticks."""
         waiting = 0
         for other in self.claims:
             if other is claim:
@@ -176,7 +172,7 @@ class Residency:
         return waiting * self._admission.blocks_per_session
 
     def _make_room(self, claim: Claim, wanted: int) -> str:
-        """Park what has idled longest until so many blocks are on their way. Returns what stood in the way, or ""."""
+        """Park the longest idle sessions until `wanted` blocks are free or coming. Returns the obstacle, or ""."""
         trouble = ""
         while self._config.park_when_full and wanted > self._admission.num_free + self._num_coming():
             now = time.monotonic()
@@ -215,7 +211,7 @@ class Residency:
         self._begin(session, Transfer(finish), job.copy)
 
     def _not_back(self, session: Session, error: Exception) -> None:
-        """It stays parked, and whoever waited for it is told."""
+        """Leave it parked, and refuse the claims on it."""
         self.refund(session)
         for claim in [claim for claim in self.claims if claim.session is session]:
             self.claims.remove(claim)

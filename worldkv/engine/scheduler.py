@@ -1,34 +1,14 @@
-"""Which waiting requests run next. Pure bookkeeping: knows no tensors and runs nothing."""
+"""The choice of the requests that run next. Pure bookkeeping: knows no tensors and runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
 
+from worldkv.engine.session import Tick
 from worldkv.models.base import Encode, Forward, OnHost, Request
 
 PATIENCE_S = 2.0  # a request without a deadline, or with a far one, is due this long after it began to wait
 LEAST_URGENT_S = 20.0  # a request without a session is due this long after
-
-
-class Waiting(Protocol):
-    """What the scheduler sees of a tick: what it asks for, since when, and how urgent that is."""
-
-    @property
-    def session(self) -> object | None: ...
-    @property
-    def request(self) -> Request | None: ...
-    @property
-    def deadline(self) -> float | None: ...
-    @property
-    def submitted(self) -> float: ...
-    @property
-    def waiting_since(self) -> float: ...
-    @property
-    def sequence(self) -> int: ...
-
-
-TickT = TypeVar("TickT", bound=Waiting)
 
 
 class Scheduler:
@@ -42,10 +22,10 @@ class Scheduler:
     def __init__(self, max_rows: int, max_tokens: int) -> None:
         self.max_rows, self.max_tokens = max_rows, max_tokens
 
-    def next_batch(self, ticks: Iterable[TickT]) -> list[TickT]:
+    def next_batch(self, ticks: Iterable[Tick]) -> list[Tick]:
         """Ticks whose requests run together now; empty when none waits. The one due first is always among them."""
         waiting = sorted((t for t in ticks if t.request is not None and not isinstance(t.request, OnHost)), key=_due)
-        batch: list[TickT] = []
+        batch: list[Tick] = []
         num_rows = num_tokens = 0
         for tick in waiting:
             rows, tokens = _size(tick.request)
@@ -56,7 +36,7 @@ class Scheduler:
         return batch
 
 
-def _due(tick: Waiting) -> tuple[float, int]:
+def _due(tick: Tick) -> tuple[float, int]:
     due = tick.waiting_since + (PATIENCE_S if tick.session is not None else LEAST_URGENT_S)
     if tick.deadline is not None:
         due = min(due, max(tick.deadline, tick.submitted))

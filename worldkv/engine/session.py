@@ -1,6 +1,7 @@
-"""What the core keeps: sessions, their ticks in flight, frozen sessions. And what callers hold of them. No tensors.
+"""The core's sessions, their ticks in flight and their snapshots; and the handles and values that callers get.
 
-To the core a model's inputs, states and results are objects; `Engine` gives them their types."""
+To the core a model's inputs, states and results are objects; `Engine` gives them their types. No tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from worldkv.kv.state import KVSnapshot, KVState
 from worldkv.kv.transfer import ParkedKV
 from worldkv.models.base import Program, Request, ResultT
 
-QUEUE = "queue"  # the stage of whoever waits: to begin, or between two stages
+QUEUE = "queue"  # the stage of a tick that waits to begin, or between two stages
 
 
 @dataclass(frozen=True)
 class SessionHandle:
-    """What callers hold of a session. `serial` tells it from earlier ones of the same id."""
+    """A caller's reference to a session. `serial` tells it from earlier ones of the same id."""
 
     session_id: str
     serial: int
@@ -27,7 +28,7 @@ class SessionHandle:
 
 @dataclass(frozen=True)
 class SnapshotHandle:
-    """What callers hold of a snapshot. `num_chunks`: of history since its window began."""
+    """A caller's reference to a snapshot. `num_chunks`: of history since its window began."""
 
     serial: int
     num_chunks: int
@@ -48,7 +49,7 @@ class TickInfo:
 
 @dataclass(frozen=True)
 class TickReply(Generic[ResultT]):
-    """What a tick's future brings: the model's result, and the engine's facts beside it."""
+    """The value of a tick's future: the model's result, and the engine's facts beside it."""
 
     result: ResultT
     info: TickInfo
@@ -86,13 +87,12 @@ class Session:
         return self.transfer is None and self.parked is None and self.num_blocks_charged > 0
 
     def idles(self, since: float) -> bool:
-        """Whether it may be parked for somebody who came at `since` (time.perf_counter): it has no running tick, and
-        none that came before."""
+        """True if it may be parked: it has no running tick, and none submitted before `since` (time.perf_counter)."""
         waits = self.tick is not None and self.tick.program is None and self.tick.submitted > since
         return self.on_device and (self.tick is None or waits)
 
     def when_settled(self, change: Callable[[], None]) -> None:
-        """Now, or as soon as the copy of its K/V has ended."""
+        """Call `change` now, or as soon as the copy of its K/V has ended."""
         if self.transfer is None:
             change()
         else:
@@ -112,7 +112,7 @@ class Transfer:
 
     finish: Callable[[Exception | None], None]
     started: float = field(default_factory=time.monotonic)
-    num_blocks_coming: int = 0  # that will be promised to nobody once it has ended
+    num_blocks_coming: int = 0  # free once the copy has ended
     num_bytes: int = 0  # of host memory it takes
     afterwards: list[Callable[[], None]] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ class Snapshot:
 
 @dataclass(eq=False)
 class Tick:
-    """A program in flight: what it asks for next, where its time went, and the way back should it fail.
+    """A program in flight: its next request, the time it has spent, and the way back should it fail.
 
     `session` None: a request on its own, of lowest urgency.
     """

@@ -1,4 +1,4 @@
-"""What an engine counts, for metrics and displays."""
+"""An engine's counters, for metrics and displays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheCard:
-    """What people are shown of a cache; it does not change."""
+    """The facts of a cache that people are shown; they do not change."""
 
     device: str
     dtype: str
@@ -35,7 +35,7 @@ class BlockMap:
 
 @dataclass(frozen=True)
 class Stats:
-    """What the engine has done so far, and what it holds. Counts of what was done only ever grow."""
+    """Counts of the work done so far, which only ever grow, and of the sessions and blocks held now."""
 
     attention: str  # the backend's name
     rows_per_forward: Mapping[int, int]  # number of rows -> forwards of that many

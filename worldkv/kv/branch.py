@@ -1,7 +1,7 @@
-"""One branch of a session, and one forward of it: what it may see, where it writes, whether that becomes history.
+"""One branch of a session, and one forward of it: the slots it sees and writes, and whether they become history.
 
 Building a context allocates nothing. `activate` takes blocks when the branch is really executed; `close` gives back
-whatever did not become history. The context is handed to an attention backend as an `AttentionRow`.
+every block that did not become history. The context is handed to an attention backend as an `AttentionRow`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """What all sessions of one engine share. `backend` plans attention over `storage` (see worldkv.attention)."""
+    """The parts that all sessions of one engine share. `backend` plans attention over `storage` (worldkv.attention)."""
 
     def __init__(self, spec: KVSpec, storage: KVStorage, backend: Any) -> None:
         self.spec = spec

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ConditioningEntry:
-    """What one kind of conditioning was projected to: `num_tokens` tokens of K/V of every layer in `blocks`."""
+    """One kind of conditioning, projected: `num_tokens` tokens of K/V of every layer in `blocks`."""
 
     key: str
     num_tokens: int

@@ -1,4 +1,4 @@
-"""How K and V stand in the pages: of what numbers, and what that costs.
+"""The format of K and V in the pages, and its cost.
 
 A format with scales needs three things: `KVStorage.write` to quantise, the fused kernel that writes pages itself
 (models/wan/kernels_triton), and attention backends whose kernels read it.
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """`dtype` of each element, and `scales`: of what each head of a slot is multiplied by, None where elements stand as
-    they are."""
+    """`dtype`: of each element. `scales`: dtype of the factor of each head of a slot; None if elements need none."""
 
     dtype: torch.dtype
     scales: torch.dtype | None = None

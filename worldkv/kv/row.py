@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """What a backend needs to know of one row: it attends to slots [0, num_visible) of `blocks`.
+    """One row's blocks and slots: it attends to slots [0, num_visible) of `blocks`.
 
     `write_slots` are the physical slots (block * block_size + offset) of the row's current tokens, one per query, or
     None where the row only reads (cross-attention).

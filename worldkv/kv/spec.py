@@ -1,4 +1,4 @@
-"""What a model needs of the cache, and what that costs in blocks and bytes, before anything is allocated."""
+"""A model's needs of the cache, and their cost in blocks and bytes, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class KVState:
         self.branches[branch].context = None
 
     def abandon(self) -> None:
-        """Give back whatever is not history, in every branch."""
+        """Give back every block that is not history, in every branch."""
         for state in self.branches.values():
             if state.context is not None:
                 state.context.close()
@@ -164,7 +164,7 @@ class KVState:
         return KVSnapshot(self.cache, {name: self._freeze(state) for name, state in self.branches.items()})
 
     def restore(self, snapshot: KVSnapshot) -> None:
-        """Go back to a snapshot, which stays valid. What was committed since is given back.
+        """Go back to a snapshot, which stays valid. Blocks committed since are given back.
 
         Raises ValueError, with nothing changed, for a snapshot that is released, of another cache or of other branches.
         """

@@ -37,7 +37,7 @@ class HostBlocks:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
 
 
-Mark = torch.cuda.Event | None  # what the device had queued at some moment; None where nothing is ever queued
+Mark = torch.cuda.Event | None  # a point in the device's queue; None on a device without one
 
 
 class KVStorage:
@@ -57,7 +57,7 @@ class KVStorage:
         self.device, self.format = torch.device(device), PageFormat(dtype)
         self.bytes_per_block = self.format.bytes_per_block(spec, block_size)
         self.num_copied = 0  # blocks copied on write so far
-        self._copies: torch.cuda.Stream | None = None  # for what runs beside the engine's work
+        self._copies: torch.cuda.Stream | None = None  # for copies beside the engine's work
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         shape = (num_blocks, block_size, spec.num_heads, spec.head_dim)
@@ -91,7 +91,7 @@ class KVStorage:
         return self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)
 
     def write(self, layer: int, slots: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
-        """Write T tokens' K and V at the physical `slots`, int64 [T]. Nothing else does but the fused GPU kernel.
+        """Write T tokens' K and V at the physical `slots`, int64 [T]. Only the fused GPU kernel writes beside this.
 
         Waits for nothing, so it can be captured in a CUDA graph.
         """

@@ -51,31 +51,6 @@ class ParkedKV:
         return of_branches + sum(entry.blocks.num_bytes for entry in self.entries.values())
 
 
-def park(cache: KVCache, state: KVState) -> ParkedKV:
-    """Copy a session's K/V to the host, then give its blocks back. It must be at a commit.
-
-    Whatever fails, the session is as it was.
-    """
-    job = begin_park(cache, state)
-    try:
-        job.copy()
-        return finish_park(cache, state, job)
-    except BaseException:
-        job.abandon()
-        raise
-
-
-def resume(cache: KVCache, state: KVState, parked: ParkedKV) -> None:
-    """Bring a parked history back into an empty state. Raises OutOfBlocks; whatever fails, nothing has changed."""
-    job = begin_resume(cache, state, parked)
-    try:
-        job.copy()
-        finish_resume(cache, state, job)
-    except BaseException:
-        job.abandon()
-        raise
-
-
 # to the host
 
 
@@ -115,7 +90,7 @@ class ParkJob:
 
 
 def begin_park(cache: KVCache, state: KVState) -> ParkJob:
-    """Keep what is to be copied from being freed. Raises RuntimeError while a forward is under way.
+    """Keep the blocks to be copied from being freed. Raises RuntimeError while a forward is under way.
 
     The session must not commit before `finish_park` or `abandon`.
     """
@@ -142,8 +117,8 @@ class ResumeJob:
     parked: ParkedKV
     mark: Mark
     branches: dict[str, list[int]] = field(default_factory=dict)  # blocks of each
-    projected: dict[str, list[int]] = field(default_factory=dict)  # blocks of conditioning that was not stored, by key
-    shared: dict[str, ConditioningEntry] = field(default_factory=dict)  # conditioning that was, by key
+    projected: dict[str, list[int]] = field(default_factory=dict)  # blocks of conditioning to be stored, by key
+    shared: dict[str, ConditioningEntry] = field(default_factory=dict)  # conditioning that was stored already, by key
     is_copied: bool = False
 
     def copy(self) -> None:
@@ -193,9 +168,9 @@ def begin_resume(cache: KVCache, state: KVState, parked: ParkedKV) -> ResumeJob:
 
 
 def finish_resume(cache: KVCache, state: KVState, job: ResumeJob) -> None:
-    """Make what was copied the state's history, and publish its conditioning.
+    """Make the copied blocks the state's history, and publish its conditioning.
 
-    What somebody else published meanwhile is shared instead, and our blocks of it go back.
+    Conditioning that was published meanwhile is shared instead, and our blocks of it go back.
     """
     assert job.is_copied, "nothing was copied to the device"
     assert not state.num_blocks, "a parked history comes back into an empty state"

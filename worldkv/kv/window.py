@@ -1,4 +1,4 @@
-"""Which logical slot a token takes, and how many slots a forward sees. Pure arithmetic over counts.
+"""The logical slot that a token takes, and the slots that a forward sees. Pure arithmetic over counts.
 
 A branch's logical slots are laid out as
 

@@ -1,11 +1,11 @@
-"""What the engine asks of a model, and what a model's program asks of the engine.
+"""The joint of engine and model: the engine's requests of a model, and a program's requests of the engine.
 
 A tick is a program, a generator: it yields requests, is sent their results, and returns its outcome. The engine runs
 the requests of many programs together. Three rules keep that safe:
 
 - a program holds no reference of the cache (acquired conditioning, say) over a yield: what fails there would leak it;
 - it returns the session's new state and stores it nowhere, so a tick that fails has changed nothing;
-- networks run by `Forward` and `Encode` requests only, what waits for a device or takes long on the host by `OnHost`.
+- networks run by `Forward` and `Encode` requests only, work on the host that takes long or waits by `OnHost`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Encode:
-    """Run one encoder (or decoder); sent back: its output. `payload`: what it takes. Equal encoders share batches."""
+    """Run one encoder (or decoder); sent back: its output. `payload`: its input. Equal encoders share batches."""
 
     encoder: str
     payload: Any
@@ -70,7 +70,7 @@ class Encode:
 class OnHost:
     """Call a function on one of the host's threads; sent back: what it returns. It must not touch the cache.
 
-    Should its tick end meanwhile, what it returns is dropped.
+    Should its tick end meanwhile, the result is dropped.
     """
 
     function: Callable[[], Any]
@@ -82,7 +82,7 @@ Request = Forward | Encode | OnHost
 
 @dataclass(frozen=True)
 class Outcome(Generic[ResultT, StateT]):
-    """What a program returns: the tick's result, and the session's state after it."""
+    """A program's return value: the tick's result, and the session's state after it."""
 
     result: ResultT
     state: StateT
@@ -93,7 +93,7 @@ Program = Generator[Request, Any, Outcome[ResultT, StateT]]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What people are shown of a model. `sizes`: in a few words. `facts`: what else a family tells; plain values."""
+    """The facts of a model that people are shown. `sizes`: in a few words. `facts`: the family's own; plain values."""
 
     family: str
     sizes: str

@@ -1,7 +1,6 @@
-"""Functions of tensors as CUDA graphs: what the host would launch kernel by kernel is one launch.
+"""Functions of tensors as CUDA graphs: the host launches all kernels of a call at once.
 
-A graph is captured when its shape comes for the second time; the first time runs as usual, which also compiles what
-has to be compiled. Knows no model.
+A graph is captured when its shape recurs; the first time runs as usual, which compiles the kernels. Knows no model.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from worldkv.models.base import Encode, StateT, WorldModel
 
 @dataclass(frozen=True)
 class TickInputs:
-    """What one tick is given. `state` is normalised and zero-padded; `frames` are tiled camera images.
+    """The inputs of one tick. `state` is normalised and zero-padded; `frames` are tiled camera images.
 
     An imagined tick has no frames: it takes `latents` for observed, or else what the tick before predicted. Noise
     that is None is drawn from `noise_seed`, or else the model's own, the same at every tick, as the reference does.
@@ -34,7 +34,7 @@ class TickInputs:
 
 @dataclass(frozen=True)
 class TickResult:
-    """What one tick gives. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
+    """The result of one tick. Latents are normalised; actions are in the model's own units, [-1, 1] mostly."""
 
     actions: np.ndarray  # float32 [horizon, action_dim]
     video_latents: torch.Tensor  # [C, F, h, w], the denoised chunk

@@ -1,7 +1,7 @@
 """A robot as a model sees it and as the wire names it: cameras, state and action vectors with their statistics, the
 prompt's template.
 
-Frozen data. Does not know where it was read from (`experiment_cfg.py`, `embodiment_file.py`), what a pixel is
+Frozen data. Does not know where it was read from (`dataset.py`, `embodiment_file.py`), what a pixel is
 (`transforms.py`) or what a session is (`policy.py`).
 """
 
@@ -58,7 +58,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class RoboArena:
-    """What the RoboArena dialect's greeting says of this robot."""
+    """This robot's part of the RoboArena dialect's greeting."""
 
     needs_wrist_camera: bool
     n_external_cameras: int
@@ -71,9 +71,8 @@ class Embodiment:
 
     `cameras`, `state`, `actions`: in the order in which the model concatenates them. `crop_scale`: side of
     the centre crop relative to the image's. `view_height`, `view_width`: pixels of one view after the resize.
-    `layout`: how the views share the model's image; `tiling.tile_views` draws it. `fps`: control and recording
-    rate in Hz. `frames_per_tick`: of each camera, in every tick but the first after an opening or a reset, which has
-    one.
+    `layout`: how the views share the model's image; `tiling.tile_views` draws it. `fps`: control and recording rate in
+    Hz. `frames_per_tick`: of each camera, in every tick but the first after an opening or a reset, which has one.
     """
 
     tag: str

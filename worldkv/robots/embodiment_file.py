@@ -1,6 +1,6 @@
 """Embodiment files: a robot as yaml, as docs/embodiments.md describes it. Read, checked, every fault with its line.
 
-Some come with the package; a user's own may stand anywhere. Does not know checkpoints: `experiment_cfg` brings a file
+Some come with the package; a user's own may stand anywhere. Does not know checkpoints: `dataset` brings a file
 and a checkpoint's own words together.
 """
 
@@ -30,8 +30,7 @@ class _Strict(BaseModel):
 
 
 class CameraEntry(_Strict):
-    """`field`: its name in an observation. `optional`: black where it is not sent. `resolution`: height, width; else
-    metadata.json's."""
+    """`field`: its name in an observation. `optional`: black if it is not sent. `resolution`: height, width."""
 
     name: Name
     field: Name
@@ -61,7 +60,7 @@ class ActionEntry(_Strict):
 
 
 class RoboArenaEntry(_Strict):
-    """What the RoboArena dialect's greeting says; see docs/protocol.md."""
+    """The robot's part of the RoboArena dialect's greeting."""
 
     needs_wrist_camera: bool = False
     n_external_cameras: int = 0

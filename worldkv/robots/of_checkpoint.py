@@ -1,4 +1,4 @@
-"""The robot that a DreamZero checkpoint is for: what its folder says, checked against the model's sizes."""
+"""The robot that a DreamZero checkpoint is for, by its folder, checked against the model's sizes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from worldkv.errors import CheckpointError
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import WORLDKV_FILE
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
+from worldkv.robots.dataset import ModelSizes, find_embodiment, read_embodiment
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.embodiment_file import EmbodimentFile, from_mapping
-from worldkv.robots.experiment_cfg import ModelSizes, find_embodiment, read_embodiment
 
 
 class Described(Protocol):
@@ -43,9 +43,8 @@ def checkpoint_embodiment(described: Described, name: str | Path | None = None) 
     else:
         tag, file = find_embodiment(name, conf, metadata)
     robot = read_embodiment(conf, metadata, tag, file=file, sizes=sizes, camera_size=camera_size)
-    stride, (_, patch_height, patch_width) = model.dit.pixel_stride, model.dit.patch_size
     height, width = camera_size or robot.image_size
-    tokens = (height // stride // patch_height) * (width // stride // patch_width)
+    tokens = model.dit.tokens_of_image(height, width)
     if tokens != model.dit.frame_tokens:
         raise CheckpointError(
             f"embodiment {robot.tag!r}: view_size makes an image of {height} x {width} pixels, {tokens} tokens, but "

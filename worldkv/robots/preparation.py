@@ -6,14 +6,14 @@ whether the tick succeeded. Does not know threads or the engine.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from worldkv.errors import BadRequest, WorldKVError
+from worldkv.models.wan.tokenizer import Tokenizer
 from worldkv.models.world_action import TickInputs
 from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.observation import Observation, read_observation
@@ -25,12 +25,6 @@ from worldkv.robots.transforms import (
     prepare_view,
 )
 from worldkv.robots.warnings import contract_warnings
-
-
-class Tokenizer(Protocol):
-    """Text to (token ids, attention mask), integers [1, text_len] each."""
-
-    def encode(self, text: str) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,6 @@ class Preparation:
     def __init__(self, embodiment: Embodiment, tokenizer: Tokenizer) -> None:
         self.embodiment = embodiment
         self._tokenizer = tokenizer
-        self._tokenizer_lock = threading.Lock()
 
     def read(self, raw: Mapping[str, Any]) -> Observation:
         """`raw`: by the embodiment's field names. Raises BadRequest."""
@@ -170,8 +163,7 @@ class Preparation:
         return tile_views(padded, self.embodiment.layout)
 
     def _encode(self, text: str) -> Prompt:
-        with self._tokenizer_lock:  # fast tokenizers do not bear concurrent calls that set padding
-            ids, mask = self._tokenizer.encode(format_prompt(text, self.embodiment.prompt_template))
+        ids, mask = self._tokenizer.encode(format_prompt(text, self.embodiment.prompt_template))
         token_ids, attention_mask = np.asarray(ids, np.int64), np.asarray(mask, np.int64)
         assert token_ids.shape == attention_mask.shape == (1, self.embodiment.text_len), token_ids.shape
         return Prompt(text, token_ids, attention_mask)

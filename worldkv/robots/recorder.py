@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 SESSION_FILE, EVENTS_FILE, TICKS = "session.json", "events.jsonl", "ticks"
-_NOT_FROM_HERE = ("restored", "imagined")  # events after which ticks stand on what is not recorded
+_NOT_FROM_HERE = ("restored", "imagined")  # after these events a recording cannot be replayed from its own data
 _MAX_WAITING = 64  # ticks; 2 MB each for DROID
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class Recorder:
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
+            if self._failed:  # what had been taken before that
+                continue
             try:
                 work()
             except (OSError, SafetensorError) as error:  # a full disk, say: robots go on

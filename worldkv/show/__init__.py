@@ -1,1 +1,1 @@
-"""What people look at: plots, pictures, videos, tables."""
+"""Plots, pictures, videos and tables, for people."""

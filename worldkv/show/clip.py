@@ -54,7 +54,7 @@ def num_frames(clip: Clip) -> int:
 
 
 def frame_schedule(length: int) -> list[list[int]]:
-    """Which frames each request sends: frame 0 alone, then four that end 24 frames after the last ones.
+    """The frames of each request: frame 0 alone, then four that end 24 frames after the last ones.
 
     The reference's test client sends the same.
     """

@@ -1,4 +1,4 @@
-"""What an episode leaves behind: actions as numbers, videos and plots, in one folder.
+"""The files of an episode: actions as numbers, videos and plots, in one folder.
 
 Knows the order of the three cameras in the model's image. Does not know where its ticks ran.
 """
@@ -17,6 +17,7 @@ from worldkv.robots.tiling import tile_views
 from worldkv.show.pictures import VIDEO_HZ, beside, enlarged
 from worldkv.show.plots import DROID_ACTIONS, plot_actions, plot_cache, plot_latency
 from worldkv.show.records import TickRecord
+from worldkv.show.terminal import Step
 from worldkv.show.video import write_video
 
 
@@ -46,7 +47,7 @@ class Episode:
     def records(self) -> list[TickRecord]:
         return [tick.record for tick in self.ticks]
 
-    def save(self, folder: Path, step: Callable[[int, int], None]) -> dict[str, str]:
+    def save(self, folder: Path, step: Step) -> dict[str, str]:
         """Write everything; returns what each file shows. `step(done, in all)` as it goes."""
         note = f" ({self.note})" if self.note else ""
         chunks = [tick.actions for tick in self.ticks]

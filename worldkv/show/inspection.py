@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds and needs, in words. Reads config, headers and experiment_cfg, no weights.
+"""A checkpoint folder described in words. Reads config, headers and experiment_cfg, no weights.
 
 Goes on after a fault as far as it can, since a damaged folder is what it is most needed for.
 """
@@ -66,7 +66,7 @@ class _Problems:
         self.texts: list[str] = []
 
     def of(self, look: Callable[[], T]) -> T | None:
-        """What `look` returns; None where it raises a CheckpointError, which is kept."""
+        """The result of `look`; None where it raises a CheckpointError, which is kept."""
         try:
             return look()
         except CheckpointError as error:

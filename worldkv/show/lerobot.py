@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from worldkv.robots.embodiment import Embodiment
-from worldkv.show.recorded import action_names
+from worldkv.show.recorded import number_names
 from worldkv.show.video import write_video
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _schema(pyarrow: Any) -> Any:
 
 
 def _info(ticks: list[RecordedTick], robot: Embodiment, rate: float, num_tasks: int) -> dict[str, Any]:
-    state = [f"{q.key}_{n + 1}" if q.dim > 1 else q.key for q in robot.state for n in range(q.dim)]
-    actions, horizon = action_names(robot), len(ticks[0].actions)
+    state, actions, horizon = number_names(robot.state), number_names(robot.actions), len(ticks[0].actions)
     features: dict[str, Any] = {
         "observation.state": {"dtype": "float32", "shape": [len(state)], "names": state},
         "action": {"dtype": "float32", "shape": [len(actions)], "names": actions},

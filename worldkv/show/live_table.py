@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from worldkv.show.records import TickRecord
@@ -51,9 +50,7 @@ class LiveTable:
             self._print(_PLAIN.format(*header))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.update(self._table(self._live.console))
             self._live.stop()
@@ -68,11 +65,8 @@ class LiveTable:
         if self._live is not None:
             self._live.update(self._table(self._live.console))
             return
-        stages = (f"{record.timings.get(stage, 0.0):.1f}" for stage in _STAGES)
-        frames = f"{record.frames_cached}/{self._window_frames or '?'}"
-        blocks = f"{record.blocks_used}/{record.blocks_used + record.blocks_free}"
-        row = (record.tick, record.session[:10], *stages, f"{record.total_ms:.1f}", frames, blocks)
-        self._print(_PLAIN.format(*row, record.restart_reason or "").rstrip())
+        row = _cells(record, f"{record.frames_cached}/{self._window_frames or '?'}")
+        self._print(_PLAIN.format(*row).rstrip())
 
     def note(self, text: str) -> None:
         """Print a line above the table, such as a warning."""
@@ -114,12 +108,18 @@ class LiveTable:
         for record in list(self._rows)[-max(console.height - _LINES_AROUND, 1) :]:
             filled = min(record.frames_cached, self._window_frames or record.frames_cached)
             gauge = f"[green]{'■' * filled}[/][dim]{'·' * (self._window_frames - filled)}[/]"
-            table.add_row(
-                *((str(record.tick), record.session[:10]) if several else (str(record.tick),)),
-                *(f"{record.timings.get(stage, 0.0):.1f}" for stage in _STAGES),
-                f"{record.total_ms:.1f}",
-                f"{gauge} {record.frames_cached}",
-                f"{record.blocks_used}/{record.blocks_used + record.blocks_free}",
-                record.restart_reason or "",
-            )
+            tick, session, *rest = _cells(record, f"{gauge} {record.frames_cached}")
+            table.add_row(tick, *([session] if several else []), *rest)
         return table
+
+
+def _cells(record: TickRecord, frames: str) -> list[str]:
+    return [
+        str(record.tick),
+        record.session[:10],
+        *(f"{record.timings.get(stage, 0.0):.1f}" for stage in _STAGES),
+        f"{record.total_ms:.1f}",
+        frames,
+        f"{record.blocks_used}/{record.blocks_used + record.blocks_free}",
+        record.restart_reason or "",
+    ]

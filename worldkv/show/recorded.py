@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.robots.embodiment import Embodiment
+from worldkv.robots.embodiment import Embodiment, Quantity
 from worldkv.robots.tiling import tile_views
 from worldkv.show.clip import record_of
 from worldkv.show.episode import Episode, EpisodeTick
@@ -69,12 +69,13 @@ def drive(
 
 
 def action_names(robot: Embodiment) -> list[str]:
-    """One for each number of an action."""
-    return [
-        quantity.key if quantity.dim == 1 else f"{quantity.key}_{number + 1}"
-        for quantity in robot.actions
-        for number in range(quantity.dim)
-    ]
+    """A name for each number of an action."""
+    return number_names(robot.actions)
+
+
+def number_names(quantities: Sequence[Quantity]) -> list[str]:
+    """A name for each number of a state or an action."""
+    return [f"{q.key}_{n + 1}" if q.dim > 1 else q.key for q in quantities for n in range(q.dim)]
 
 
 def _remember_what_was_seen(episode: Episode, tick: RecordedTick, robot: Embodiment) -> None:

@@ -1,4 +1,4 @@
-"""What the displays show of one tick, wherever it ran: in this process or behind a socket."""
+"""One tick as displays show it, whether it ran in this process or behind a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows while people wait, and sizes as people read them. Without rich, or elsewhere: plain lines."""
+"""Progress in a terminal, and sizes as people read them. Without rich, or elsewhere: plain lines."""
 
 from __future__ import annotations
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-Progress = Callable[[int, int], None]
-"""Called with (frames done, frames in all; 0 where that is not known)."""
+from worldkv.show.terminal import Step
 
 
-def read_video(path: str | Path, progress: Progress | None = None) -> np.ndarray:
-    """All frames of a video file: uint8 [T, H, W, 3], RGB.
+def read_video(path: str | Path, step: Step | None = None) -> np.ndarray:
+    """All frames of a video file: uint8 [T, H, W, 3], RGB. `step(done, in all)` as it goes; 0 in all is unknown.
 
     Raises FileNotFoundError for a path that is no file, ValueError for one that holds no readable video.
     """
@@ -30,8 +29,8 @@ def read_video(path: str | Path, progress: Progress | None = None) -> np.ndarray
             stream = container.streams.video[0]
             for frame in container.decode(stream):
                 frames.append(frame.to_ndarray(format="rgb24"))
-                if progress is not None:
-                    progress(len(frames), stream.frames)
+                if step is not None:
+                    step(len(frames), stream.frames)
     except av.FFmpegError as error:
         raise ValueError(
             f"{path}: not a readable video: {error.strerror} (frame {len(frames)}); is the file complete?"
@@ -41,21 +40,14 @@ def read_video(path: str | Path, progress: Progress | None = None) -> np.ndarray
     return np.stack(frames)
 
 
-def write_video(
-    path: str | Path,
-    frames: np.ndarray | Iterable[np.ndarray],
-    fps: float,
-    progress: Progress | None = None,
-) -> None:
+def write_video(path: str | Path, frames: np.ndarray | Iterable[np.ndarray], fps: float) -> None:
     """Write frames, uint8 [T, H, W, 3] RGB or an iterable of [H, W, 3], as H.264 in yuv420p.
 
-    That plays anywhere, and needs even sides: an odd one is padded by repeating the last row or
-    column. Raises ValueError for no frames, other dtypes or changing sizes. A file that cannot be finished is
-    removed.
+    That plays anywhere, and needs even sides: an odd one is padded by repeating the last row or column. Raises
+    ValueError for no frames, other dtypes or changing sizes. A file that cannot be finished is removed.
     """
     av = _pyav()
     path = Path(path)
-    total = len(frames) if isinstance(frames, np.ndarray) else 0
     count = 0
     try:
         with av.open(str(path), "w", format="mp4") as container:
@@ -70,8 +62,6 @@ def write_video(
                 elif (stream.height, stream.width) != (height, width):
                     raise ValueError(f"frame {count - 1}: expected the first frame's size, got {frame.shape}")
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-                if progress is not None:
-                    progress(count, total)
             if count == 0:
                 raise ValueError("frames: expected at least one, got none")
             container.mux(stream.encode())

@@ -41,6 +41,9 @@ class TensorSource:
         return (1,) * self.squeeze + grown
 
 
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
 class TensorReader(Protocol):
     """Tensors by their checkpoint's names. Shapes and dtypes are known before a tensor is read."""
 
@@ -68,7 +71,7 @@ def load_module(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Fills `module`, built on the meta device, from the checkpoint and leaves it frozen and in eval mode.
 

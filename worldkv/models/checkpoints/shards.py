@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +19,7 @@ from safetensors.torch import save_file
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.files import INDEX_FILE
 from worldkv.models.checkpoints.header import read_header
-from worldkv.models.checkpoints.modules import TensorReader, TensorSource
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+from worldkv.models.checkpoints.modules import Progress, TensorReader, TensorSource
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`ARDiffusionKVState`: the face of a session's K/V that DreamZero-style model code is given.
 
-Two branches chosen by `is_negative`: False is the conditional one, True the unconditional one. A thin layer over
+Two branches are chosen by `is_negative`: False is the conditional one, True the unconditional one. A thin layer over
 KVState; model code written for per-layer cache objects runs on pages without knowing it.
 """
 
@@ -72,12 +72,12 @@ class LayerCrossKV:
     layer: int
     entries: dict[str, ConditioningEntry]
 
-    def kv(self, half: str) -> tuple[Any, Any]:
-        entry = self.entries[half]
+    def kv(self, kind: str) -> tuple[Any, Any]:
+        entry = self.entries[kind]
         return self.cache.storage.gather(self.layer, entry.blocks, np.arange(entry.num_tokens, dtype=np.int64))
 
-    def attend(self, half: str, q_THD: Any) -> Any:
-        row: AttentionRow = self.entries[half].row(q_THD.shape[0])
+    def attend(self, kind: str, q_THD: Any) -> Any:
+        row: AttentionRow = self.entries[kind].row(q_THD.shape[0])
         return self.cache.backend.plan(self.cache.storage, [row]).run(self.layer, q_THD)
 
 
@@ -123,21 +123,20 @@ class ARDiffusionKVState:
         return context
 
     def commit_paged_context(self, is_negative: bool) -> None:
-        """After a successful forward: its chunks become history, one by one. A no-op where nothing is pending."""
+        """After a successful forward: its chunks become history. A no-op where nothing is pending."""
         self.state.commit(self.history(is_negative).branch)
 
     def abandon_paged_contexts(self) -> None:
         """After a failed or cancelled forward: both branches are at their last commit, every block is back."""
         self.state.abandon()
 
-    def set_cross_kv(self, is_negative: bool, half: str, key: str, layers: Iterable[tuple[Any, Any]]) -> None:
-        """Publish one half ("text", "image") from per-layer K/V; equal keys are stored once."""
-        halves = self._cache.spec.conditioning
-        if half not in halves:
-            raise ValueError(f"half: expected one of {list(halves)}, got {half!r}")
-        num_tokens = halves[half]
-        entry = self._cache.conditioning.publish(key, num_tokens, layers)
-        self.state.set_conditioning(self.history(is_negative).branch, half, entry)
+    def set_cross_kv(self, is_negative: bool, kind: str, key: str, layers: Iterable[tuple[Any, Any]]) -> None:
+        """Publish one kind ("text", "image") from per-layer K/V; equal keys are stored once."""
+        kinds = self._cache.spec.conditioning
+        if kind not in kinds:
+            raise ValueError(f"kind: expected one of {list(kinds)}, got {kind!r}")
+        entry = self._cache.conditioning.publish(key, kinds[kind], layers)
+        self.state.set_conditioning(self.history(is_negative).branch, kind, entry)
 
     def get_cross_kv_caches(self, is_negative: bool) -> list[LayerCrossKV]:
         """Per-layer text and image K/V; raises ConditioningMissing, with branch and flags, when not populated."""
@@ -145,7 +144,7 @@ class ARDiffusionKVState:
         return [LayerCrossKV(self._cache, layer, entries) for layer in range(self._cache.spec.num_layers)]
 
     def reset(self, *, keep_cross_text: bool = False) -> None:
-        """Drop both histories and the image half, and the text half unless it is kept; request ids stay."""
+        """Drop both histories and their conditioning, but for text if it is kept; request ids stay."""
         self._forwards.clear()
         self.state.reset(keep=("text",) if keep_cross_text else ())
 

@@ -37,10 +37,9 @@ from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
 from worldkv.models.wan.sizes import EncoderSizes
-from worldkv.models.wan.tokenizer import Tokenizer, load_tokenizer
+from worldkv.models.wan.tokenizer import Tokenizer, Tokens, load_tokenizer
 
 if TYPE_CHECKING:
-    from worldkv.models.dreamzero.inputs import Prompt
     from worldkv.models.dreamzero.model import DreamZero
 
 LOOKS_FOR = f"{CONFIG_FILE} with action_head_cfg, or {WORLDKV_FILE}"
@@ -193,7 +192,7 @@ def load(
     window_policy: WindowPolicy = "reset",
     precision: Precision = "model",
     tokenizer: Tokenizer | None = None,
-    negative_prompt: Prompt | None = None,
+    negative_prompt: Tokens | None = None,
     progress: Progress | None = None,
 ) -> DreamZero:
     """The model in a folder, ready for an engine. Raises CheckpointError with everything that is wrong.

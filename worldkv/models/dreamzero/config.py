@@ -1,8 +1,8 @@
-"""What a DreamZero checkpoint's config.json says, as frozen dataclasses, validated once.
+"""A DreamZero checkpoint's config.json as frozen dataclasses, validated once.
 
-Knows names, defaults and which values must agree; knows nothing of tensors (`checkpoint` compares the two). Defaults
-are the reference's class defaults for what a released config.json leaves out. What no tensor could confirm later
-(heads, tokens per frame) must be stated and has no default.
+Knows names, defaults and the values that must agree; knows nothing of tensors (`checkpoint` compares the two). Defaults
+are the reference's class defaults, for fields that a released config.json leaves out. Sizes that no tensor could
+confirm later (heads, tokens per frame) must be stated and have no default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what one DreamZero tick is given. Runs nothing."""
+"""Checks of the inputs of a DreamZero tick. Runs nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from worldkv.errors import BadRequest
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.world_action import TickInputs
-
-Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
 
 
 def fill_chunk(frames: np.ndarray, frames_per_chunk: int) -> np.ndarray:
@@ -47,10 +45,9 @@ def _check_frames(config: DreamZeroConfig, frames: np.ndarray) -> None:
     allowed = [n for n in range(1, full + 1) if n == 1 or (n % VAE_TEMPORAL_STRIDE == 0 and full % n == 0)]
     if frames.shape[0] not in (*allowed, full + 1):
         raise BadRequest(f"frames: expected {[*allowed, full + 1]} frames per tick, got {frames.shape[0]}")
-    stride, (_, patch_h, patch_w) = dit.pixel_stride, dit.patch_size
     height = config.target_video_height or frames.shape[1]
     width = config.target_video_width or frames.shape[2]
-    num_tokens = (height // (stride * patch_h)) * (width // (stride * patch_w))
+    num_tokens = dit.tokens_of_image(height, width)
     if num_tokens != dit.frame_tokens:
         raise BadRequest(
             f"frames: {height}x{width} pixels make {num_tokens} tokens a frame, this model has {dit.frame_tokens}"

@@ -1,8 +1,8 @@
-"""DreamZero as a world model: its window rules, its tick, its guidance. Weights and constants only; an episode's
-state is a `State` value that the engine keeps.
+"""DreamZero as a world model: its window rules, its tick, its guidance.
 
-A tick: restart the window or encode what was observed; one clean forward commits it; then the next frames and actions
+A tick restarts the window or encodes the observation; one clean forward commits it; then the next frames and actions
 are denoised together, the guidance pair as two rows of each forward. The cache holds observations, never predictions.
+Holds weights and constants only; an episode's state is a `State` value that the engine keeps.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from worldkv.kv.window import Window, WindowPolicy
 from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Request, Row, batches_of_alike
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
-from worldkv.models.dreamzero.inputs import Prompt, check_inputs, fill_chunk, tiled_size
+from worldkv.models.dreamzero.inputs import check_inputs, fill_chunk, tiled_size
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
 from worldkv.models.graphs import GraphedCall
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.dit import ForwardPlans
 from worldkv.models.wan.encoders import WanEncoders
+from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
 
 CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
-_MAX_ELEMENTS, _MAX_LATENTS = 1 << 24, 1 << 18  # of an encoder's input, a decoder's latents: bounds activation memory
+# the largest batch in elements, of an encoder's input and of a decoder's latents: bounds activation memory
+_MAX_ELEMENTS, _MAX_LATENTS = 1 << 24, 1 << 18
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
 
 
@@ -51,7 +53,7 @@ class State:
 
 
 def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset") -> KVSpec:
-    """What a model of these sizes keeps per session; needs no weights. Without guidance one branch runs."""
+    """The K/V that a model of these sizes keeps per session; needs no weights. Without guidance one branch runs."""
     guided = config.cfg_scale != 1
     num_frames = config.frames_per_chunk
     draft = Step(num_frames, num_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states)
@@ -77,7 +79,7 @@ class DreamZero:
         config: DreamZeroConfig,
         dit: DreamZeroDiT,
         encoders: WanEncoders,
-        negative_prompt: Prompt,
+        negative_prompt: Tokens,
         *,
         window_policy: WindowPolicy = "reset",
         steps: Steps = 8,
@@ -170,8 +172,8 @@ class DreamZero:
         return outputs
 
     def imagined_video(self, result: TickResult) -> Encode:
-        """The request whose output `frames` turns into what a tick imagined. It is decoded after the newest observed
-        latent, whose continuation it is."""
+        """The request whose output `frames` turns into the tick's imagined video. The newest observed latent goes
+        first, since the video continues it."""
         latents = torch.cat([result.observed_latents[:, -1:], result.video_latents], dim=1)
         return Encode("decode", (latents[None],))
 
@@ -225,7 +227,7 @@ class DreamZero:
         return None
 
     def _condition_on_text(self, kv: KVState, inputs: TickInputs) -> Generator[Request, Any, None]:
-        """Attach the text to each branch; encode and project only what is stored nowhere."""
+        """Attach the text to each branch; a stored one is neither encoded nor projected again."""
         prompts = {CONDITIONAL: (inputs.token_ids, inputs.attention_mask), UNCONDITIONAL: self.negative_prompt}
         store = kv.cache.conditioning
         for branch in self.spec.branches:

@@ -29,7 +29,7 @@ _NUM_SHARDS = 3
 
 @dataclass(frozen=True)
 class RandomSizes:
-    """What may be chosen. Views are the three cameras' images after resizing; the model sees them tiled 2 x 2."""
+    """The sizes that may be chosen. Views are the cameras' images after resizing; the model sees them tiled 2 x 2."""
 
     view_height: int
     view_width: int
@@ -65,9 +65,8 @@ def write_random_checkpoint(
     """Writes the folder (and its parents) and returns it; the same arguments give the same bytes.
 
     `kind`: "i2v" (as DreamZero-14B: Wan 2.1 VAE) or "ti2v" (as the 5B: Wan 2.2 VAE). `sharded`: three files and an
-    index in place of one file. `sizes`: any field of RandomSizes.
-    Raises ValueError for unknown or impossible sizes, and for a folder that holds anything but an earlier random
-    checkpoint, which is replaced.
+    index in place of one file. `sizes`: any field of RandomSizes. Raises ValueError for unknown or impossible sizes,
+    and for a folder that holds anything but an earlier random checkpoint, which is replaced.
     """
     folder = Path(folder)
     if kind not in _DEFAULTS:
@@ -187,7 +186,7 @@ def _encoder_sizes(kind: str, sizes: RandomSizes) -> EncoderSizes:
 
 
 def _stored_for_nobody(shapes: Mapping[str, tuple[int, ...]], sizes: EncoderSizes) -> dict[str, tuple[int, ...]]:
-    """A released checkpoint holds these and nobody reads them: the image tower's last layer, final norm and head."""
+    """Tensors that a released checkpoint holds and nobody reads: the image tower's last layer, final norm and head."""
     image = sizes.image
     assert image is not None
     first, last = (f"{IMAGE_PREFIX}transformer.{index}." for index in (0, image.num_layers - 1))

@@ -1,4 +1,4 @@
-"""Which solver steps run the network; the others reuse the last velocities. The masks are the reference's."""
+"""The choice of solver steps that run the network; the others reuse the last velocities. Masks as in the reference."""
 
 from __future__ import annotations
 

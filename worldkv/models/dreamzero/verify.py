@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from worldkv.errors import CheckpointError
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, Request
-from worldkv.models.dreamzero.inputs import Prompt
 from worldkv.models.dreamzero.model import BRANCHES, CONDITIONAL, DreamZero
 from worldkv.models.dreamzero.steps import FIXED_STEPS, Steps
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD
+from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
 
 Tensors = dict[str, torch.Tensor]
@@ -63,7 +63,7 @@ class GoldenRecording:
 
     @property
     def steps(self) -> Steps:
-        """The step skipping that evaluates what the recording did."""
+        """The step skipping that evaluates the recording's steps."""
         evaluated = frozenset(self.calls["evaluated_steps"])
         if evaluated == frozenset(range(self.calls["solver_steps"])):
             return "all"
@@ -72,7 +72,7 @@ class GoldenRecording:
                 return number
         raise CheckpointError(f"calls.json: evaluated_steps {sorted(evaluated)} is none of the known step masks")
 
-    def prompt(self, branch: str) -> Prompt:
+    def prompt(self, branch: str) -> Tokens:
         names = (f"prompt.{branch}.{part}" for part in ("token_ids", "attention_mask"))
         ids, mask = (self.golden[name].numpy() for name in names)
         return ids, mask
@@ -101,7 +101,7 @@ class GoldenRecording:
         )
 
     def expected(self, model: DreamZero) -> Tensors:
-        """What was recorded and has to be computed, what calls.json says as numbers included.
+        """The recorded tensors that have to be computed; the facts of calls.json are among them, as numbers.
 
         A model that takes no first-frame condition encodes one frame where the reference encoded a padded chunk of
         them: the first latent frame is compared, which is the first frame's own.
@@ -119,7 +119,7 @@ class GoldenRecording:
 
 
 def _needed_names(calls: Mapping[str, Any]) -> list[str]:
-    """What has to be recorded for the calls to be run."""
+    """The tensors that must be recorded for the calls to be run."""
     prompts = [f"prompt.{branch}.{part}" for branch in BRANCHES for part in ("token_ids", "attention_mask")]
     return prompts + [f"call{call['call']}.{name}" for call in calls["calls"] for name in _INPUTS]
 
@@ -141,7 +141,7 @@ class GoldenObserver:
         self._history = 0
 
     def watch(self, model: DreamZero, kv: KVState) -> None:
-        """From now on, this session; and what is the model's own."""
+        """Observe this session from now on; collect the model's own constants."""
         self._model, self._kv = model, kv
         config = model.config
         self.ours["solver.sigmas"] = torch.tensor(model.action_schedule.sigmas)
@@ -200,7 +200,7 @@ class GoldenObserver:
             self._keep(_CONDITION + _FIRST_LATENT, output)
 
     def _see_condition(self, request: Forward) -> None:
-        """What the rows were given of it, at the frames that they are given it for."""
+        """Collect the parts of the first-frame condition that the rows bring, each at its frames."""
         for row in request.rows:
             given = row.inputs.condition
             if given is not None:

@@ -23,7 +23,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class SolverState:
-    """What a solver carries from step to step; tensors are replaced, never written to."""
+    """A solver's memory from step to step; tensors are replaced, never written to."""
 
     predictions: tuple[torch.Tensor, ...] = ()  # data predictions of the last two steps, newest first
     last_sample: torch.Tensor | None = None

@@ -1,1 +1,1 @@
-"""What the families built on Wan share: blocks, encoders, kernels."""
+"""The shared parts of the families built on Wan: blocks, encoders, kernels."""

@@ -61,6 +61,11 @@ class WanConfig:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    def tokens_of_image(self, height: int, width: int) -> int:
+        """Tokens of one latent frame of images of this size in pixels."""
+        _, patch_height, patch_width = self.patch_size
+        return (height // self.pixel_stride // patch_height) * (width // self.pixel_stride // patch_width)
+
     @property
     def pixel_stride(self) -> int:
         """Pixels per latent row or column: 8 for the Wan 2.1 VAE, 16 for the Wan 2.2 VAE."""

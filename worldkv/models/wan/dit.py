@@ -27,7 +27,7 @@ from worldkv.models.wan.rotary import Phases, Rotary, rotate
 
 @dataclass(frozen=True)
 class WanRow:
-    """What one row brings. A row that wants no velocity, as a clean pass, only fills the cache."""
+    """A row's own inputs. A row that wants no velocity, as a clean pass, only fills the cache."""
 
     latents: torch.Tensor  # [C, F, h, w]
     condition: torch.Tensor | None  # [C', F, h, w], concatenated on channels where the model wants it
@@ -47,7 +47,7 @@ class ForwardPlans:
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the blocks work on. `level_T` says which of the distinct timesteps a token has."""
+    """The blocks' inputs. `level_T`: each token's index into the distinct timesteps."""
 
     x: torch.Tensor  # [T, dim]
     modulation_U6: torch.Tensor  # [U, 6, dim]
@@ -72,24 +72,8 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, config: WanConfig) -> None:
-        super().__init__()
-        dim = config.dim
-        self.num_heads = config.num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q, self.norm_k = RMSNorm(dim, config.eps), RMSNorm(dim, config.eps)
-
-    def forward(self, x: torch.Tensor, phases: Phases, plan: AttentionPlan, layer: int) -> torch.Tensor:
-        shape = (x.shape[0], self.num_heads, -1)
-        q_THD = rotate(self.norm_q(self.q(x)).view(shape), phases)
-        k_THD = rotate(self.norm_k(self.k(x)).view(shape), phases)
-        attended: torch.Tensor = self.o(plan.run(layer, q_THD, k_THD, self.v(x).view(shape)).flatten(1))
-        return attended
-
-
-class CrossAttention(nn.Module):
-    """Attention to text; where the model reads an image too, its attention shares the query and is added."""
+class Attention(nn.Module):
+    """The parameters of both kinds."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -97,12 +81,31 @@ class CrossAttention(nn.Module):
         self.num_heads = config.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = (RMSNorm(dim, config.eps) for _ in range(2))
+
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, dim] as [T, H, D]."""
+        return x.view(x.shape[0], self.num_heads, -1)
+
+
+class SelfAttention(Attention):
+    def forward(self, x: torch.Tensor, phases: Phases, plan: AttentionPlan, layer: int) -> torch.Tensor:
+        q_THD = rotate(self.heads(self.norm_q(self.q(x))), phases)
+        k_THD = rotate(self.heads(self.norm_k(self.k(x))), phases)
+        attended: torch.Tensor = self.o(plan.run(layer, q_THD, k_THD, self.heads(self.v(x))).flatten(1))
+        return attended
+
+
+class CrossAttention(Attention):
+    """Attention to text; where the model reads an image too, its attention shares the query and is added."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__(config)
         if config.image_tokens:
-            self.k_img, self.v_img = (nn.Linear(dim, dim) for _ in range(2))
-            self.norm_k_img = RMSNorm(dim, config.eps)
+            self.k_img, self.v_img = (nn.Linear(config.dim, config.dim) for _ in range(2))
+            self.norm_k_img = RMSNorm(config.dim, config.eps)
 
     def forward(self, x: torch.Tensor, plans: ForwardPlans, layer: int) -> torch.Tensor:
-        q_THD = self.norm_q(self.q(x)).view(x.shape[0], self.num_heads, -1)
+        q_THD = self.heads(self.norm_q(self.q(x)))
         attended = plans.text.run(layer, q_THD)
         if plans.image is not None:
             attended = attended + plans.image.run(layer, q_THD)
@@ -111,13 +114,10 @@ class CrossAttention(nn.Module):
 
     def project_text(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [tokens, heads, head_dim] of embedded text [tokens, dim]."""
-        return self._heads(self.norm_k(self.k(context))), self._heads(self.v(context))
+        return self.heads(self.norm_k(self.k(context))), self.heads(self.v(context))
 
     def project_image(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._heads(self.norm_k_img(self.k_img(context))), self._heads(self.v_img(context))
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.shape[0], self.num_heads, -1)
+        return self.heads(self.norm_k_img(self.k_img(context))), self.heads(self.v_img(context))
 
 
 class Block(nn.Module):
@@ -203,7 +203,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Hidden:
-    """The tokens after the last block, and what reading them out needs beside them."""
+    """The tokens after the last block, and the inputs of the heads beside them."""
 
     x: torch.Tensor  # [T, dim]
     embedding_U: torch.Tensor  # [U, dim], of the distinct timesteps

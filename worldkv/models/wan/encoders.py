@@ -1,13 +1,12 @@
 """The frozen encoders around the DiT: Wan's VAE, the UMT5 text encoder, the CLIP image tower.
 
-The networks are diffusers' and transformers'; these classes say what a Wan model feeds them and takes from them. They
-hold weights only: the state of a video stream is an object that its caller keeps, so any number of sessions can share
+The networks are diffusers' and transformers'; these classes adapt their inputs and outputs to a Wan model. They hold
+weights only: the state of a video stream is an object that its caller keeps, so any number of sessions can share
 one encoder from any number of threads. They know nothing of windows, prompts' wording or camera tiling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from worldkv.device import upload
-from worldkv.models.checkpoints.modules import TensorReader, load_module
+from worldkv.models.checkpoints.modules import Progress, TensorReader, load_module
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, Prefixes
 from worldkv.models.wan.sizes import (
@@ -100,8 +99,7 @@ class WanVAE:
     def decode_stream(self, state: VAEStream, latents: torch.Tensor) -> torch.Tensor:
         """Decodes the next latent frames of a video: the very first gives 1 frame, each other 4; advances `state`.
 
-        The pieces joined equal the decoded whole. Raises ValueError for other channels; on any error `state` is as it
-        was.
+        The pieces joined equal the decoded whole. Raises ValueError for other channels; an error leaves `state` alone.
         """
         if latents.dim() != 5 or latents.shape[1] != self.sizes.z_dim or latents.shape[2] == 0:
             raise ValueError(f"latents must be [B, {self.sizes.z_dim}, F, h, w], got {list(latents.shape)}")
@@ -159,8 +157,8 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, image: torch.Tensor) -> torch.Tensor:
-        """The whole image squashed to 224 x 224; features of the last but one layer, no final norm.
-        Raises ValueError for another shape."""
+        """Features of the last but one layer, no final norm, of the whole image squashed to 224 x 224. Raises
+        ValueError for another shape."""
         if image.dim() != 4 or image.shape[1] != 3:
             raise ValueError(f"image must be [B, 3, H, W], got {list(image.shape)}")
         weight = next(self.module.parameters())
@@ -185,7 +183,7 @@ def load_encoders(
     *,
     device: torch.device | str,
     dtype: torch.dtype,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> WanEncoders:
     """Builds the encoders of these sizes and fills them; see `load_module` for dtype and progress (which restarts for
     each encoder). Raises CheckpointError, also where diffusers or transformers is missing."""

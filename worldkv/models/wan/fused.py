@@ -75,7 +75,7 @@ class _Layer:
 
 
 class FusedBlocks:
-    """`dit.run_blocks` replaced: `FusedBlocks(dit).install()`. With "fp8" the products' own weights are given up."""
+    """A faster `dit.run_blocks`, to be set in its place. With "fp8" the products' own weights are given up."""
 
     def __init__(self, dit: WanDiT, precision: Precision = "model") -> None:
         self.dit = dit
@@ -83,9 +83,6 @@ class FusedBlocks:
         self._quantise = precision == "fp8"
         self._modulation = torch.stack([block.modulation[0] for block in dit.blocks]).detach()  # type: ignore[index]
         self._layers = [self._fuse(block) for block in dit.blocks]  # type: ignore[arg-type]
-
-    def install(self) -> None:
-        self.dit.run_blocks = self
 
     def __call__(self, inputs: BlockInputs) -> torch.Tensor:
         """`inputs.x` is overwritten and returned."""

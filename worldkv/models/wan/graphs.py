@@ -1,9 +1,8 @@
-"""A WanDiT's blocks as CUDA graphs: what the host would launch kernel by kernel is one launch.
+"""A WanDiT's blocks as CUDA graphs: the host launches all kernels of a forward at once.
 
-A graph is captured when its shape comes for the second time; the first time runs as usual, which also compiles what
-has to be compiled. A shape is captured only if it recurs within the last 64 shapes. A filling window, its wrap and its
-steady state differ in tables and lengths only, which are copied into the graph's own tensors. Knows no rows and no
-sessions.
+A graph is captured when its shape recurs within the last 64 shapes; the first time runs as usual, which also compiles
+the kernels. A filling window, its wrap and its steady state differ in tables and lengths only, which are copied into
+the graph's own tensors. Knows no rows and no sessions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies between a block's matrix products, each in one pass over memory: Triton on a GPU, plain torch elsewhere.
+"""The operations between a block's matrix products, each one pass over memory: Triton on a GPU, plain torch elsewhere.
 
 The plain versions define the meaning; the Triton ones are tested against them. Arithmetic is float32 inside, rounded
 once where a tensor is stored. Letters: T tokens, D model width, H heads, U distinct timesteps.
@@ -19,7 +19,7 @@ _TRITON: Any = None
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows in float8_e4m3fn and what each is to be multiplied by, float32 [T, 1]."""
+    """Rows in float8_e4m3fn, and the factor of each, float32 [T, 1]."""
 
     values: torch.Tensor
     scales: torch.Tensor

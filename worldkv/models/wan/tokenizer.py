@@ -2,7 +2,7 @@
 
 A checkpoint's own tokenizer where its folder carries one, read from the folder only. Otherwise a byte-level stand-in
 that keeps a model runnable: its ids mean nothing to a trained text encoder, and it says so once. Knows no prompt
-templates: whoever asks words the prompt.
+templates: the caller words the prompt.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _FILES = ("tokenizer.json", "spiece.model")
 _PAD, _END, _FIRST_BYTE = 0, 1, 3  # ids of the byte-level tokenizer; 2 is unused, as in ByT5
 _DIGEST_BYTES = 8
 
+Tokens = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
+
 
 class Tokenizer(Protocol):
-    """Prompts to token ids. `is_models_own`: False for a stand-in."""
+    """Prompts to token ids; safe to call from several threads."""
 
-    text_len: int
-    is_models_own: bool
-
-    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Cleans `text`; returns (token_ids, attention_mask), both int64 [1, text_len], padded or cut to length."""
+    def encode(self, text: str) -> Tokens:
+        """Of the cleaned text, padded or cut to length."""
+        ...
 
 
 def clean_prompt(text: str) -> str:
@@ -72,9 +72,7 @@ def load_tokenizer(
 
 
 class HFTokenizer:
-    """A tokenizer of transformers, read from a local folder; safe to use from several threads."""
-
-    is_models_own = True
+    """A tokenizer of transformers, read from a local folder."""
 
     def __init__(self, folder: Path, text_len: int, vocab_size: int) -> None:
         try:
@@ -91,7 +89,7 @@ class HFTokenizer:
         self.text_len = text_len
         self._lock = threading.Lock()  # padding is a setting of the tokenizer, not an argument to it
 
-    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, text: str) -> Tokens:
         with self._lock:
             out = self._tokenizer(
                 [clean_prompt(text)],
@@ -111,8 +109,6 @@ class ByteTokenizer:
     prompts never look the same.
     """
 
-    is_models_own = False
-
     def __init__(self, text_len: int, vocab_size: int) -> None:
         if vocab_size < _FIRST_BYTE + 256 or text_len < _DIGEST_BYTES + 1:
             raise CheckpointError(
@@ -121,7 +117,7 @@ class ByteTokenizer:
             )
         self.text_len = text_len
 
-    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, text: str) -> Tokens:
         data, room = clean_prompt(text).encode("utf-8"), self.text_len - 1
         if len(data) > room:
             data = data[: room - _DIGEST_BYTES] + hashlib.sha256(data).digest()[:_DIGEST_BYTES]
