@@ -29,7 +29,8 @@ def random_checkpoint(kind: str = "ti2v") -> Path:
 def make_engine(kind: str = "ti2v", **options: Any) -> Engine:
     """An engine over random weights; `options` of EngineConfig and load_engine."""
     fields = set(EngineConfig.__dataclass_fields__)
-    config = EngineConfig(**{name: value for name, value in options.items() if name in fields})
+    few = {"max_sessions": 4}  # by itself an engine on a GPU would take all of it
+    config = EngineConfig(**few | {name: value for name, value in options.items() if name in fields})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the byte-level tokenizer is what these checkpoints have
         return load_engine(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from worldkv.app import AnyApp
-from worldkv.attention.backend import check_name, choose_backend
+from worldkv.attention.backend import choose_backend
+from worldkv.attention.names import check_name
 from worldkv.engine.core import Observer
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.engine.executor import Executor
+from worldkv.engine.room import MAX_ON_CPU, Room, free_on_host, gib, told_if_full, usable_on_gpu
 from worldkv.errors import CheckpointError
 from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
@@ -24,8 +27,7 @@ from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.robots.policy import Policy
 from worldkv.robots.preparation import Preparation
 from worldkv.robots.program import RobotPolicy
-
-WORKSPACE = 0.08  # of a GPU's memory: activations, graphs and libraries' workspaces
+from worldkv.words import count
 
 
 def load_engine(
@@ -44,7 +46,9 @@ def load_engine(
     config = config or EngineConfig()
     check_name(config.attention)
     family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
-    model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
+    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
+    with _told_if_weights_do_not_fit(folder, device):
+        model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
     return start_engine(model, config, device, dtype, observer=observer)
 
 
@@ -53,13 +57,19 @@ def load_app(checkpoint: Checkpoint | Path | str, config: EngineConfig | None = 
 
     Raises CheckpointError, also where nothing serves the family.
     """
-    family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
+    family = "dreamzero" if isinstance(checkpoint, Checkpoint) else served_family(checkpoint)
+    return APPS[family](checkpoint, config, **options)
+
+
+def served_family(checkpoint: Path | str) -> str:
+    """The family of a folder. Raises CheckpointError where nothing serves it."""
+    family = _family(checkpoint)
     if family not in APPS:
         raise CheckpointError(
             f"{checkpoint} is of the family {family}, which no app serves (those of {', '.join(APPS)} are); "
             "worldkv.load_engine runs it from Python"
         )
-    return APPS[family](checkpoint, config, **options)
+    return family
 
 
 def _family(folder: Path | str) -> str:
@@ -81,28 +91,47 @@ def start_engine(
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size."""
     num_blocks = config.num_blocks or _num_blocks(model.spec, config, torch.device(device), dtype)
-    storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
+    with told_if_full("making the cache", _cache_needs(model.spec, num_blocks, config, torch.device(device), dtype)):
+        storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     cache = KVCache(model.spec, storage, choose_backend(config.attention, storage))
     executor = None if make_executor is None else make_executor(cache)
     return Engine(model, cache, config, observer=observer, executor=executor)
 
 
 def _num_blocks(spec: KVSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """For `max_sessions`; without that, all that is free on the GPU beside the weights and room to work in."""
-    per_session, shared = spec.blocks_per_session(config.block_size), spec.blocks_shared(config.block_size)
-    if config.max_sessions is not None:
-        return config.max_sessions * per_session + shared
-    if device.type != "cuda":
-        raise ValueError("max_sessions: expected a number without a GPU, whose free memory would tell")
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    blocks = (free - round(WORKSPACE * total)) // spec.bytes_per_block(config.block_size, dtype.itemsize)
-    if blocks < per_session + shared:
-        raise ValueError(
-            f"max_sessions: not one session fits: it needs {per_session + shared} blocks, {free / 2**30:.1f} GiB are "
-            f"free, {WORKSPACE:.0%} of the GPU is kept to work in; use a smaller window, --cfg-scale 1 or fp8"
-        )
-    return int(blocks)
+    """See `Room.num_blocks`."""
+    room = Room.of(spec, config.block_size, dtype.itemsize)
+    if device.type not in ("cuda", "cpu"):  # meta: nothing is allocated
+        return room.blocks_for(config.max_sessions or MAX_ON_CPU)
+    return room.num_blocks(config.max_sessions, *memory_of(device), on_gpu=device.type == "cuda")
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of a GPU, or of the host."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    free = free_on_host()
+    return free, free
+
+
+def _cache_needs(spec: KVSpec, num_blocks: int, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    room = Room.of(spec, config.block_size, dtype.itemsize)
+    text = f"{num_blocks} blocks are {gib(num_blocks * room.bytes_per_block)}, a session {gib(room.bytes_per_session)}"
+    if device.type not in ("cuda", "cpu"):
+        return text
+    free, total = memory_of(device)
+    fit = room.sessions_in(usable_on_gpu(free, total) if device.type == "cuda" else free)
+    return f"{text}; {gib(free)} are free on {device}: {count(fit, 'session')} would fit"
+
+
+@contextmanager
+def _told_if_weights_do_not_fit(folder: Path, device: torch.device | str) -> Iterator[None]:
+    """See `told_if_full`; what it takes is read off the sizes of the folder's files."""
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    with told_if_full("loading weights", f"{folder} holds {gib(num_bytes)} of them for {device}"):
+        yield
 
 
 def load_policy(
@@ -127,7 +156,8 @@ def load_policy(
     check_name(config.attention)
     robot = checkpoint_embodiment(checkpoint, embodiment)
     tokenizer = tokenizer_of(checkpoint)
-    model = load(checkpoint, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+    with _told_if_weights_do_not_fit(checkpoint.folder, device):
+        model = load(checkpoint, device=device, dtype=dtype, tokenizer=tokenizer, **options)
     preparation = Preparation(robot, tokenizer)
     engine = start_engine(RobotPolicy(model, preparation), config, device, dtype, observer=observer)
     return Policy(engine, preparation, random_weights=checkpoint.random_weights)

@@ -60,13 +60,13 @@ def test_a_healthy_server_passes_and_keeps_nothing(server: PolicyServer, capsys:
     code = doctor(server)
     out = capsys.readouterr().out
     # the tiny model's chunk lasts 0.4 s: whether two cores are fast enough is not this test's business
-    assert code == 0 or ("FAIL  speed" in out and "1 failures" in out)
+    assert code == 0 or ("FAIL  speed" in out and "1 failure," in out)
     for words in (
         "ok    server       is ready",
         "for 2 more sessions",
         "ok    robot        oxe_droid, 15 Hz",
         "observation/wrist_image_left: uint8 180 x 320, top, twice as wide",
-        "observation/gripper_position: 1 numbers 0 (open) to 1 (closed)",
+        "observation/gripper_position: 1 number 0 (open) to 1 (closed)",
         "action_space joint_position",
         "6 actions of 8 numbers",
         "a chunk lasts 0.40 s",
@@ -164,3 +164,33 @@ def test_what_is_no_worldkv_server_is_told(capsys: pytest.CaptureFixture[str]) -
             other.shutdown()
             thread.join()
     assert "/v1/embodiment is no worldkv server's; check host, port and path" in capsys.readouterr().out
+
+
+def test_what_is_no_npz_is_said_to_be_what_it_is_and_nothing_unsafe_is_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = np.empty(1, dtype=object)
+    objects[0] = {"a": 1}
+    np.savez(tmp_path / "objects.npz", state=objects)
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    (tmp_path / "pickle.npz").write_bytes(b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00}\x94.")
+    (tmp_path / "text.npz").write_text("state: 1")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "objects.npz").read_bytes()[:60])
+    for name, told in (
+        ("objects.npz", "arrays of Python objects"),
+        ("one.npy", "is one array"),
+        ("pickle.npz", "is a Python pickle"),
+        ("text.npz", "is a text file"),
+        ("empty.npz", "is empty"),
+        ("cut.npz", "is damaged"),
+        ("gone.npz", "does not exist"),
+        (".", "is a folder"),
+    ):
+        assert main(["doctor", "--url", "ws://127.0.0.1:9", "--observation", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert "--observation: expected an npz file" in said
+        assert told in said, name
+        assert "allow_pickle" not in said
+        assert "pickle.load" not in said
+        assert len(said.splitlines()) == 1

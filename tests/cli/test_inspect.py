@@ -45,7 +45,7 @@ def test_a_whole_checkpoint_is_described_and_its_weights_are_not_read(
     # 3 tokens x 2 layers x (K and V) x 64 numbers x 2 bytes
     assert "in bfloat16   1.5 KiB a frame and branch, 3 KiB a frame, 8 KiB a block" in text
     weights = load_file(folder / "model.safetensors")
-    assert f"weights    {len(weights)} tensors in 1 files" in text
+    assert f"weights    {len(weights)} tensors in 1 file" in text
     total = re.search(r"all +(\d+) tensors +([\d.]+) M", text)
     assert total is not None
     assert float(total[2]) == pytest.approx(sum(t.numel() for t in weights.values()) / 1e6, abs=1e-3)

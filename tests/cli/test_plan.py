@@ -31,9 +31,9 @@ def test_weights_are_those_of_the_modules(model: str) -> None:
 
 def test_what_the_weights_leave_is_divided_by_a_session() -> None:
     plan = make_plan(sizes_of_model("dreamzero-14b"), 141, "model", None, "reset", 128)
-    assert plan.session / 2**30 == pytest.approx(15.0, abs=0.1)
-    used = plan.dit + plan.encoders + plan.shared + plan.workspace
-    assert plan.num_sessions == (plan.memory - used) // plan.session == 5
+    assert plan.charge / 2**30 == pytest.approx(15.0, abs=0.1)
+    used = plan.dit + plan.encoders + plan.shared + plan.workspace + plan.driver
+    assert plan.num_sessions == (plan.memory - used) // plan.charge == 5
     assert make_plan(sizes_of_model("dreamzero-5b"), 141, "model", None, "reset", 128).num_sessions > 64
 
 
@@ -45,12 +45,12 @@ def test_fp8_and_no_guidance_make_room() -> None:
     products = 40 * (6 * 5120 * 5120 + 2 * 5120 * 13824)
     assert plain.dit - fp8.dit == products
     assert plain.num_sessions < fp8.num_sessions
-    assert alone.session < 0.55 * plain.session
+    assert alone.charge < 0.55 * plain.charge
     assert alone.shared == 0, "no negative prompt"
 
 
 @pytest.mark.parametrize(
-    ("memory", "says"), [("141", "sessions that fit"), ("48", "not one fits: try --precision fp8")]
+    ("memory", "says"), [("141", "sessions that fit"), ("48", "robots in time                               0")]
 )
 def test_a_table_and_a_picture(memory: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.png"
@@ -72,3 +72,21 @@ def test_a_folder_is_planned_from_its_headers(tmp_path: Path, capsys: pytest.Cap
     )
     assert main(["plan", "--checkpoint", str(random_checkpoint("ti2v")), "--memory", "24"]) == 0
     assert "not measured for these sizes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("memory", "way"),
+    [
+        (60, "try --precision fp8, or a GPU of 69 GB"),
+        (67, "try --precision fp8, or --cfg-scale 1 (half the cache), or a GPU of 69 GB"),
+        (48, "try --precision fp8 with --cfg-scale 1 (half the cache), or a GPU of 69 GB"),
+        (24, "are missing: try a GPU of 69 GB"),
+    ],
+)
+def test_only_what_makes_room_is_advised(memory: int, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--memory", str(memory)]) == 0
+    text = capsys.readouterr().out
+    assert way in text
+    assert "no session fits, so no robot is served" in text
+    assert main(["plan", "--memory", "69"]) == 0
+    assert "sessions that fit                            1" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_the_real_episode_runs_through_every_window(
         (["--clip", "c"], "--checkpoint: expected a folder"),
         (["--clip", "c", "--checkpoint", "k", "--url", "ws://h:1"], "--url: a server has its own checkpoint"),
         (["--recording", "r", "--url", "ws://h:1"], "--url: a server has its own checkpoint"),
-        (["--recording", "r", "--checkpoint", "k", "--max-calls", "3"], "--max-calls: is for a clip"),
+        (["--recording", "r", "--checkpoint", "k", "--ticks", "3"], "--ticks: is for a clip"),
         (["--clip", "c", "--checkpoint", "k", "--lerobot", "l"], "--lerobot: is for a recording"),
         (["--clip", "c", "--checkpoint", "k", "--tolerance", "0.1"], "--tolerance: is for a recording"),
     ],

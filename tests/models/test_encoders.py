@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from worldkv.errors import CheckpointError
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load_encoders, read_sizes
 from worldkv.models.dreamzero.folder import IMAGE_PREFIX, PREFIXES
+from worldkv.models.wan import libraries as encoder_sizes
 from worldkv.models.wan import names as encoder_keys
-from worldkv.models.wan import sizes as encoder_sizes
 from worldkv.models.wan.encoders import WanEncoders, WanVAE
+from worldkv.models.wan.layout import encoder_shapes
 from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes
 
 Golden = dict[str, torch.Tensor]
@@ -333,7 +334,7 @@ TRUE_SIZES = {
 @pytest.mark.parametrize("model", ["14B", "5B"])
 def test_the_true_encoders_can_be_built_named_and_read_back(model: str, checkpoint: Checkpoint) -> None:
     sizes = TRUE_SIZES[model]
-    shapes = sizes.tensor_shapes(PREFIXES)
+    shapes = encoder_shapes(sizes, PREFIXES)
     last_layer = {f"{IMAGE_PREFIX}transformer.31.norm1.bias": (1280,)}
     config = replace(checkpoint.config, text_num_heads=64, image_num_heads=16)
     released = replace(checkpoint, config=config, shapes=shapes | last_layer)

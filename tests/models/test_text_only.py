@@ -22,6 +22,7 @@ from worldkv.models.wan.base_folder import read_base  # noqa: E402
 from worldkv.models.wan.config import WanConfig  # noqa: E402
 from worldkv.models.wan.dit import WanDiT, WanRow  # noqa: E402
 from worldkv.models.wan.encoders import WanEncoders, load_encoders  # noqa: E402
+from worldkv.models.wan.layout import encoder_shapes  # noqa: E402
 from worldkv.models.wan.names import Prefixes  # noqa: E402
 from worldkv.models.wan.sizes import read_sizes  # noqa: E402
 
@@ -71,7 +72,7 @@ def test_every_tensor_of_the_folder_has_its_place(folder: Path, tensors: StoredT
     sizes = read_sizes(tensors, PREFIXES)
     assert sizes.image is None
     dit = {PREFIXES.dit + name: shape for name, shape in tensor_shapes(meta_dit(folder)).items()}
-    check_complete(tensors, dit | sizes.tensor_shapes(PREFIXES))
+    check_complete(tensors, dit | encoder_shapes(sizes, PREFIXES))
 
 
 def test_an_encoder_that_is_not_there_is_named_by_its_prefix(tensors: StoredTensors) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from worldkv.attention.names import BACKENDS, check_name
 from worldkv.device import upload
 from worldkv.kv.row import AttentionRow
 from worldkv.kv.storage import KVStorage
@@ -71,23 +72,11 @@ class AttentionBackend(Protocol):
     def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan: ...
 
 
-# name -> (module, class); imported only when chosen
-BACKENDS: dict[str, tuple[str, str]] = {
-    "reference": ("worldkv.attention.reference", "ReferenceBackend"),
-    "cudnn": ("worldkv.attention.cudnn", "CudnnBackend"),
-    "flash4": ("worldkv.attention.flash4", "Flash4Backend"),
-}
 _FAST = ("flash4", "cudnn")
 # "auto" takes flash4 for rows of at least so many queries and keys, or for at most so many short rows; cuDNN otherwise.
 # On an H200 each is the faster one there (docs/benchmarks.md).
 _MANY_QUERIES, _MANY_KEYS, _FEW_ROWS = 512, 1024, 4
 _TOLERANCE = 2e-2  # relative error of half precision against the reference
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError, which lists the known ones, for a backend that does not exist."""
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"attention backend: expected one of {['auto', *sorted(BACKENDS)]}, got {name!r}")
 
 
 def choose_backend(name: str, storage: KVStorage) -> AttentionBackend:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from worldkv.attention.backend import BACKENDS, load_backend
+from worldkv.attention.backend import load_backend
+from worldkv.attention.names import BACKENDS
 from worldkv.bench.timing import measure_in_graph
 from worldkv.kv.row import AttentionRow
 from worldkv.kv.spec import KVSpec

@@ -9,17 +9,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from worldkv.attention.names import check_name
 from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY
-from worldkv.cli.common import (
-    add_api_key,
-    add_attention,
-    add_block_size,
-    add_device,
-    add_output,
-    choose_device,
-    choose_dtype,
-)
+from worldkv.cli.common import add_api_key, add_attention, add_block_size, add_device, choose_device, choose_dtype
+from worldkv.cli.numbers import seconds, whole
+from worldkv.cli.places import add_output
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import spinner
 
@@ -29,6 +24,7 @@ if TYPE_CHECKING:
     from worldkv.bench.watching import Bench
 
 PARTS = ("attention", "ticks", "sessions", "paced", "steady", "profile", "memory", "baseline", "fp8")
+AT_ONCE = tuple(part for part in PARTS if part != "paced")  # that takes minutes for each number of robots
 
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
@@ -41,21 +37,23 @@ EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"({TINY})")
     add_device(parser)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS} (all)")
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=AT_ONCE, metavar="PART", help=f"of {PARTS} (all but paced)"
+    )
+    parser.add_argument("--sessions", type=whole(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
     paced = parser.add_argument_group("robots at their own pace (--parts paced)")
-    paced.add_argument("--robots", type=int, nargs="+", default=[4, 8, 16], metavar="N", help="how many (4 8 16)")
+    paced.add_argument("--robots", type=whole(1), nargs="+", default=[4, 8, 16], metavar="N", help="how many (4 8 16)")
     find = "the most robots, from the least to the most of --robots, that get 99 %% of their replies in time"
     paced.add_argument("--find", action="store_true", help=find)
     period = f"between a robot's asks; later replies are late ({Pace.period_s})"
-    paced.add_argument("--period", type=float, default=Pace.period_s, metavar="S", help=period)
-    paced.add_argument("--episode", type=float, metavar="S", help="after about that another robot comes (never)")
-    seconds = Pace.seconds
-    paced.add_argument("--seconds", type=float, default=seconds, metavar="S", help=f"of each run ({seconds:g})")
+    paced.add_argument("--period", type=seconds, default=Pace.period_s, metavar="S", help=period)
+    paced.add_argument("--episode", type=seconds, metavar="S", help="after about that another robot comes (never)")
+    length = f"of each run ({Pace.seconds:g})"
+    paced.add_argument("--seconds", type=seconds, default=Pace.seconds, metavar="S", help=length)
     paced.add_argument("--url", help="a server that speaks openpi or RoboArena, instead of an engine in this process")
     paced.add_argument("--dialect", choices=("openpi", "roboarena"), default="roboarena", help="for --url (roboarena)")
     add_api_key(parser, "for --url")
-    add_output(parser, "bench-output")
+    add_output(parser, "folder", "results and plots", default="bench-output")
     add_attention(parser)
     add_block_size(parser)
 
@@ -63,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         return _paced_server(arguments)
+    check_name(arguments.attention)
     with spinner("starting up"):
         import torch
 

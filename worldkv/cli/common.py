@@ -1,29 +1,54 @@
-"""What the commands share: exit codes, options, warnings as lines, opening a policy. Imports no torch itself."""
+"""What the commands share: options, warnings as lines, opening a policy. Imports no torch itself."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from worldkv.cli.numbers import power_of_two, real, whole
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import progress, spinner
+from worldkv.words import count
 
 if TYPE_CHECKING:
     import torch
 
     from worldkv.app import AnyApp
+    from worldkv.models.dreamzero.checkpoint import Checkpoint
     from worldkv.robots.policy import Policy
 
-OK, FAILED, BAD_INPUT = 0, 1, 2
-EXIT_CODES = (
-    "exit codes: 0 done, 1 a check or the run failed, 2 something given is wrong (one line says what), 130 stopped"
-)
+
+def add_checkpoint(command: argparse.ArgumentParser, *, needed: bool = True, what: str = "checkpoint folder") -> None:
+    """DIR by itself, or after `--checkpoint`; where both are given they must agree."""
+    command.add_argument("checkpoint", nargs="?", type=Path, action=_Once, metavar="DIR", help=what)
+    command.add_argument("--checkpoint", type=Path, action=_Once, metavar="DIR", help="the same, by name")
+    if needed:
+        command.set_defaults(needed={"checkpoint": "a checkpoint folder, as DIR or --checkpoint DIR,"})
+
+
+class _Once(argparse.Action):
+    """Keeps a value that may be given by two names. Raises UsageError where they contradict each other."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        if values is None:  # the nameless one was left out
+            return
+        if before is not None and before != values:
+            parser.error(f"--checkpoint: two are given, {before} and {values}; give one")
+        setattr(namespace, self.dest, values)
 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
@@ -54,13 +79,20 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
         help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
     )
     group.add_argument(
-        "--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+        "--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
     )
 
 
 def add_device(group: argparse._ActionsContainer, default: str = "auto") -> None:
     what = "cpu, cuda, cuda:N or auto" + (": the GPU if there is one" if default == "auto" else "")
-    group.add_argument("--device", default=default, help=f"{what} ({default})")
+    group.add_argument("--device", type=_device_name, default=default, metavar="NAME", help=f"{what} ({default})")
+
+
+def _device_name(text: str) -> str:
+    """Whether it is there only torch can say, later."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda, cuda:N or auto, got {text!r}")
+    return text
 
 
 def add_attention(group: argparse._ActionsContainer) -> None:
@@ -75,7 +107,11 @@ def add_attention(group: argparse._ActionsContainer) -> None:
 def add_block_size(group: argparse._ActionsContainer) -> None:
     default = EngineConfig.block_size
     group.add_argument(
-        "--block-size", type=int, default=default, help=f"KV slots per block, a power of two ({default})"
+        "--block-size",
+        type=power_of_two,
+        default=default,
+        metavar="N",
+        help=f"KV slots per block, a power of two ({default})",
     )
 
 
@@ -113,8 +149,10 @@ def add_api_key(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("--api-key", default=default, metavar="KEY", help=what)
 
 
-def add_output(command: argparse.ArgumentParser, default: str, metavar: str = "DIR") -> None:
-    command.add_argument("--output", type=Path, default=Path(default), metavar=metavar, help=f"({default})")
+def add_ticks(command: argparse.ArgumentParser, default: int | None, what: str) -> None:
+    """How much of it, wherever there are ticks."""
+    told = "all" if default is None else default
+    command.add_argument("--ticks", type=whole(1), default=default, metavar="N", help=f"{what} ({told})")
 
 
 @contextlib.contextmanager
@@ -148,7 +186,8 @@ def choose_device(name: str) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ValueError(
-            f"--device {name}: torch sees {num_gpus} GPUs here; use --device cpu, or a CUDA build of torch on a GPU"
+            f"--device {name}: torch sees {count(num_gpus, 'GPU')} here; use --device cpu, or a CUDA build of torch on "
+            "a GPU"
         )
     return device
 
@@ -165,29 +204,45 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> AnyApp:
     """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
-    with spinner("starting up"):  # torch and the model libraries take seconds to import
-        from worldkv.load import load_app
+    from worldkv.cli.preflight import check_attention, check_engine_options, check_memory
 
-        config = EngineConfig(
-            block_size=arguments.block_size,
-            attention=arguments.attention,
-            max_sessions=max_sessions,
-            batch_invariant=arguments.batch_invariant,
-        )
+    config = EngineConfig(
+        block_size=arguments.block_size,
+        attention=arguments.attention,
+        max_sessions=max_sessions,
+        batch_invariant=arguments.batch_invariant,
+        max_parked_bytes=_bytes(getattr(arguments, "park_memory", None)),
+    )
+    check_engine_options(arguments)
+    with spinner("starting up"):  # torch and the model libraries take seconds to import
         device = choose_device(arguments.device)
+        dtype = choose_dtype(arguments.dtype, device)
+
+        from worldkv.load import load_app, served_family
+
+        checkpoint: Checkpoint | Path = arguments.checkpoint
+        if served_family(arguments.checkpoint) == "dreamzero":
+            from worldkv.models.dreamzero.checkpoint import Checkpoint
+
+            checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
+            check_attention(arguments.attention, checkpoint, arguments.block_size, device, dtype)
+            check_memory(checkpoint, arguments, device, dtype, max_sessions)
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:
         return load_app(
-            arguments.checkpoint,
+            checkpoint,
             config,
-            base=arguments.base,
             embodiment=arguments.embodiment,
             device=device,
-            dtype=choose_dtype(arguments.dtype, device),
+            dtype=dtype,
             steps=int(arguments.steps) if arguments.steps.isdigit() else arguments.steps,
             cfg_scale=arguments.cfg_scale,
             precision=arguments.precision,
             progress=step,
         )
+
+
+def _bytes(gigabytes: float | None) -> int | None:
+    return None if gigabytes is None else round(1e9 * gigabytes)
 
 
 def load_policy_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> Policy:

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worldkv import __version__
-from worldkv.cli.common import OK, add_robot_and_base
+from worldkv.cli.common import add_checkpoint, add_robot_and_base
+from worldkv.cli.errors import OK
+from worldkv.cli.numbers import gigabytes
+from worldkv.cli.places import add_output
+from worldkv.cli.preflight import check_folder
 from worldkv.errors import CheckpointError
 from worldkv.show.terminal import progress, size_text, spinner
+from worldkv.words import count
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.checkpoint import Checkpoint
@@ -37,15 +42,18 @@ EXAMPLE = "worldkv convert DreamZero-LoRA --base Wan2.1-I2V-14B-480P --output Dr
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    add_checkpoint(parser, what="DreamZero checkpoint folder")
+    add_output(parser, "folder", "the checkpoint", required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
-    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a shard, at most (5)")
+    parser.add_argument("--shard-gb", type=gigabytes, default=5.0, metavar="GB", help="size of a shard, at most (5)")
     add_robot_and_base(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder, output = arguments.folder, arguments.output
+    folder, output = arguments.checkpoint, arguments.output
+    check_folder(folder)
+    if output.resolve() == folder.resolve():
+        raise ValueError("--output: expected another folder than the one that is read")
     with spinner("reading the checkpoint"):
         import torch
         import yaml
@@ -60,8 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         needed = set(needed_shapes(checkpoint.config, read_sizes(checkpoint)))
         # the image tower's last layer is never run, but counted
         needed |= {name for name in checkpoint.shapes if name.startswith(f"{IMAGE_PREFIX}transformer.")}
-    if output.resolve() == folder.resolve():
-        raise ValueError("--output: expected another folder than the one that is read")
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[arguments.dtype]
     shapes = {name: checkpoint.shapes[name] for name in needed}
     shards = plan_shards(shapes, dtype.itemsize, round(arguments.shard_gb * 1e9))
@@ -77,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     text = _HEADER + yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=118)
     (output / WORLDKV_FILE).write_text(text, encoding="utf-8")  # last: with it the folder is a checkpoint
     check_all_tensors(Checkpoint.open(output))
-    print(f"{output}: {len(shapes)} tensors in {len(shards)} shards" + (f", {kept} kept from before" if kept else ""))
+    before = f", {kept} kept from before" if kept else ""
+    print(f"{output}: {count(len(shapes), 'tensor')} in {count(len(shards), 'shard')}{before}")
     print(f"robots     {', '.join(described['embodiments'])}")
     print("every tensor was read back and compared; look at it with `worldkv inspect`, serve it with `worldkv serve`")
     return OK
@@ -97,7 +104,7 @@ def _describe(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str
         robots[robot.tag] = describe(robot)
     return {
         "format": 1,
-        "source": arguments.folder.resolve().name,
+        "source": arguments.checkpoint.resolve().name,
         "written": f"worldkv {__version__}, {datetime.now(UTC):%Y-%m-%d}",
         **({"random_weights": True} if checkpoint.random_weights else {}),
         "model": checkpoint.config.to_plain(),

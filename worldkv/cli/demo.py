@@ -17,7 +17,9 @@ from types import FrameType
 
 import numpy as np
 
-from worldkv.cli.common import OK, add_output
+from worldkv.cli.common import add_ticks
+from worldkv.cli.errors import OK
+from worldkv.cli.places import add_output
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
 from worldkv.demo.synthetic import CONTROL_HZ, SyntheticArm
@@ -26,6 +28,7 @@ from worldkv.show.live_table import LiveTable
 from worldkv.show.records import record_of_answer
 from worldkv.show.terminal import progress, spinner
 from worldkv.show.video import write_video
+from worldkv.words import count
 
 _HORIZON = 24  # actions a tick, as DreamZero's
 _BLOCK_SIZE = "16"  # smaller than a frame of the tiny model, so that blocks come and go visibly
@@ -41,15 +44,13 @@ EXAMPLE = "worldkv demo --ticks 12 --output demo-output"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_output(parser, "demo-output")
-    parser.add_argument("--ticks", type=int, default=12, metavar="N", help="requests to make (12)")
+    add_output(parser, "folder", "video and plots", default="demo-output")
+    add_ticks(parser, 12, "to make")
     parser.add_argument("--once", action="store_true", help="stop after them (what scripts get)")
     parser.add_argument("--stay", action="store_true", help="go on until Ctrl-C (what a terminal gets)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.ticks < 1:
-        raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
     output, started = arguments.output, time.monotonic()
     checkpoint = output / "checkpoint"
     with spinner("writing a tiny checkpoint"):
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"`worldkv serve` runs as process {server.pid} on port {server.port}; a robot with three cameras connects"
         )
         print(f"watch it in a browser: http://127.0.0.1:{server.port}/")
-        title = f'"{arm.prompt}", {arguments.ticks} ticks over a websocket'
+        title = f'"{arm.prompt}", {count(arguments.ticks, "tick")} over a websocket'
         with PolicyClient(port=server.port, session_id="demo-arm") as robot:
             with LiveTable(window_frames, title=title) as table:
                 observed = _drive(arm, robot, arguments.ticks, episode, table)

@@ -7,18 +7,24 @@ import contextlib
 import json
 import statistics
 import time
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from worldkv.cli.common import FAILED, OK, add_server_address
+from worldkv.cli.common import add_server_address, add_ticks
+from worldkv.cli.errors import FAILED, OK, UsageError
+from worldkv.cli.places import PICTURES, add_output
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
+from worldkv.words import count, reason
 from worldkv_client.address import ServerAddress
 from worldkv_client.dialling import Route
 
+_NPY = b"\x93NUMPY"
 _PROMPT = "check the connection"
 _LEAST_SPARE = 0.8  # of a chunk's time: above it a tick that is a little late already stops the robot
 
@@ -54,13 +60,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--observation", type=Path, metavar="FILE", help="npz with what your robot sends: images, state, prompt"
     )
-    parser.add_argument("--ticks", type=int, default=5, metavar="N", help="to measure with (5)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the picture, png (none)")
+    add_ticks(parser, 5, "to measure with")
+    add_output(parser, "file", "the picture", endings=PICTURES)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.ticks < 1:
-        raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
     own = None if arguments.observation is None else _read_observation(arguments.observation)
     report = Report()
     route = Route.to(ServerAddress.parse(arguments.url), arguments.proxy)
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_ticks(route, arguments, contract, own, report)
         if arguments.output is not None:
             _draw(arguments.output, contract, own)
-    print(f"{report.num_failures} failures, {report.num_warnings} warnings")
+    print(f"{count(report.num_failures, 'failure')}, {count(report.num_warnings, 'warning')}")
     return FAILED if report.num_failures else OK
 
 
@@ -83,7 +87,7 @@ def _reach(route: Route, api_key: str | None, report: Report) -> dict[str, Any] 
             status, health = _get(route, "/healthz", api_key)
             times.append(1e3 * (time.perf_counter() - started))
     except OSError as error:
-        report.fail("server", f"nothing answers: {error}; check host, port, firewall, and that the server runs")
+        report.fail("server", f"nothing answers: {reason(error)}; check host, port, firewall, and that the server runs")
         return None
     if status != 200:
         report.fail(
@@ -104,7 +108,7 @@ def _reach(route: Route, api_key: str | None, report: Report) -> dict[str, Any] 
     status, books = _get(route, "/v1/capacity", api_key)
     room = books["num_more_sessions"] if status == 200 else 0
     tell = report.good if room else report.warn
-    tell("room", f"for {room} more sessions" + ("" if room else ": idle ones are parked, or you are refused"))
+    tell("room", f"for {count(room, 'more session')}" + ("" if room else ": idle ones are parked, or you are refused"))
     _show(contract, report)
     return contract
 
@@ -116,7 +120,7 @@ def _show(contract: Mapping[str, Any], report: Report) -> None:
         may = ", may be missing" if camera["optional"] else ""
         print(f"        camera       {camera['field']}: {size}{may}")
     for entry in contract["state"]:
-        print(f"        state        {entry['field']}: {entry['dim']} numbers {entry['meaning']}".rstrip())
+        print(f"        state        {entry['field']}: {count(entry['dim'], 'number')} {entry['meaning']}".rstrip())
     frames, horizon = contract["frames_per_tick"], contract["action_horizon"]
     print(f"        a tick       {frames} frames of each camera, over the {horizon} steps since the last one")
 
@@ -163,7 +167,8 @@ def _tick(
     if actions.shape != expected or not np.isfinite(actions).all():
         report.fail(what, f"actions: expected {expected} finite numbers, got shape {actions.shape}")
     elif what != "tick":
-        report.good(what, f"{len(actions)} actions of {actions.shape[1]} numbers after {seconds:.2f} s")
+        size = f"{count(len(actions), 'action')} of {count(actions.shape[1], 'number')}"
+        report.good(what, f"{size} after {seconds:.2f} s")
     return seconds
 
 
@@ -191,13 +196,40 @@ def _noise(contract: Mapping[str, Any], rng: np.random.Generator, num_frames: in
     return observation
 
 
+def _what_it_is(start: bytes) -> str:
+    """Of a file that is no npz, by how it begins."""
+    if start == _NPY:
+        return "is one array, npy: save all of them by name"
+    if start[:2] == b"PK":
+        return "is damaged: its end is missing"
+    if start[:1] == b"\x80":
+        return "is a Python pickle, which can run code and is never read"
+    try:
+        start.decode("ascii")
+    except ValueError:
+        return "is of another kind"
+    return "is a text file" if start else "is empty"
+
+
 def _read_observation(path: Path) -> dict[str, Any]:
     """An npz file's arrays by name; texts as texts. Raises ValueError."""
+    wanted = "--observation: expected an npz file of numpy arrays, as numpy.savez writes it"
     try:
+        with path.open("rb") as opened:
+            start = opened.read(len(_NPY))
+        if not zipfile.is_zipfile(path):
+            raise UsageError(f"{wanted}; {path} {_what_it_is(start)}")
         with np.load(path) as file:
             found = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--observation: expected an npz file of numpy arrays, {path}: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{wanted}; {path}: {reason(error)}") from error
+    except (ValueError, zipfile.BadZipFile, zlib.error, EOFError, AttributeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{wanted}; {path} is damaged, holds other files than arrays, or arrays of Python objects, which are never "
+            "read: save numbers, and texts as numpy strings"
+        ) from error
     return {
         name: array.item() if array.dtype.kind in "US" and array.ndim == 0 else array for name, array in found.items()
     }
@@ -227,5 +259,6 @@ def _draw(path: Path, contract: Mapping[str, Any], own: dict[str, Any] | None) -
         axes.set_title(f"{camera['field']}\nis {camera['name']}: {camera['place']}", fontsize=8)
         axes.set_xlabel("" if image is not None else "not given" if own is not None else "give --observation to see it")
         axes.set_xticks([]), axes.set_yticks([])
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     print(f"        picture      {path}: is each camera where its title says?")

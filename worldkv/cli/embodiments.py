@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worldkv.cli.common import OK
+from worldkv.cli.errors import OK
 
 if TYPE_CHECKING:
     from worldkv.robots.embodiment_file import EmbodimentFile

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worldkv.cli.common import OK, add_output, add_server_address
+from worldkv.cli.common import add_server_address, add_ticks
+from worldkv.cli.errors import OK, UsageError
+from worldkv.cli.places import add_output
 from worldkv.errors import ConnectionLost
 from worldkv.robots.tiling import tile_views
 from worldkv.show.pictures import VIDEO_HZ, beside, resized
 from worldkv.show.terminal import Step, progress
 from worldkv.show.video import write_video
-from worldkv_client.console import console_feed, receive
+from worldkv.words import count
+from worldkv_client.console import console_feed, hear, receive
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -33,39 +36,49 @@ EXAMPLE = "worldkv film --url ws://gpu-box:8000 --session arm --ticks 20 --outpu
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_server_address(parser)
-    parser.add_argument("--session", required=True, metavar="ID", help="of an open session")
-    parser.add_argument("--ticks", type=int, default=10, metavar="N", help="to film (10)")
-    add_output(parser, "film.mp4", "FILE")
+    parser.add_argument("--session", required=True, metavar="ID", help="of an open session, or enough of its beginning")
+    add_ticks(parser, 10, "to film")
+    add_output(parser, "file", "the film", default="film.mp4", endings=(".mp4",))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.ticks < 1:
-        raise ValueError(f"--ticks: expected at least 1, got {arguments.ticks}")
     with console_feed(arguments.url, arguments.api_key, proxy=arguments.proxy) as (socket, hello):
-        socket.send(json.dumps({"watch": [arguments.session]}))
-        with progress(f"filming {arguments.session}") as step:
-            ticks = _ticks(socket, arguments, step)
+        session = session_meant(arguments.session, hear(socket, "overview"))
+        socket.send(json.dumps({"watch": [session]}))
+        with progress(f"filming {session}") as step:
+            ticks = _ticks(socket, session, arguments.ticks, step)
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
             write_video(arguments.output, pairs(ticks, hello["about"]), VIDEO_HZ)
-    print(f"{arguments.output}: {arguments.ticks} ticks, left what it saw last, right what it expected next")
+    print(f"{arguments.output}: {count(arguments.ticks, 'tick')}, left what it saw last, right what it expected next")
     return OK
 
 
-def _ticks(socket: ClientConnection, arguments: argparse.Namespace, step: Step) -> Iterator[Tick]:
+def session_meant(text: str, overview: Mapping[str, Any]) -> str:
+    """The open session of that id, or the only one whose id begins so. Raises ConnectionLost."""
+    known = [session["id"] for session in overview["sessions"]]
+    found = [text] if text in known else [name for name in known if name.startswith(text)]
+    if len(found) > 1:
+        raise UsageError(f"--session: {text!r} begins several: {', '.join(found)}; give more of it")
+    _require_open(found[0] if found else text, known)
+    return found[0]
+
+
+def _ticks(socket: ClientConnection, session: str, num_ticks: int, step: Step) -> Iterator[Tick]:
     """Each tick from now on."""
     seen: dict[str, np.ndarray] = {}
     done = 0
-    while done < arguments.ticks:
+    while done < num_ticks:
         message = receive(socket)
         if isinstance(message, dict):
             if message["type"] == "overview":
-                _require_open(arguments.session, [session["id"] for session in message["sessions"]])
+                _require_open(session, [other["id"] for other in message["sessions"]])
             continue
         header, arrays = unpacked(message)
         if header["type"] == "observed":
             seen = {image["name"]: array for image, array in zip(header["images"], arrays, strict=True)}
         elif header["type"] == "imagined":
             done += 1
-            step(done, arguments.ticks)
+            step(done, num_ticks)
             yield seen, arrays[0]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from worldkv.cli.common import FAILED, OK, add_block_size, add_robot_and_base
+from worldkv.cli.common import add_block_size, add_checkpoint, add_robot_and_base
+from worldkv.cli.errors import FAILED, OK
 
 MORE = (
     "Sizes by part, window, bytes of K/V per frame and per session, embodiments, tokenizer, and everything that\n"
@@ -15,7 +15,7 @@ EXAMPLE = "worldkv inspect DreamZero-DROID"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    add_checkpoint(parser, what="DreamZero checkpoint folder")
     add_block_size(parser)
     add_robot_and_base(parser)
 
@@ -23,5 +23,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from worldkv.show.inspection import inspect_folder
 
-    whole = inspect_folder(arguments.folder, arguments.base, arguments.embodiment, arguments.block_size)
+    whole = inspect_folder(arguments.checkpoint, arguments.base, arguments.embodiment, arguments.block_size)
     return OK if whole else FAILED

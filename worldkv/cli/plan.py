@@ -1,64 +1,69 @@
-"""`worldkv plan`: how many robots one GPU serves. Needs no GPU."""
+"""`worldkv plan`: how many robots one GPU serves. Needs no GPU, and no torch."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from worldkv.bench.plan import RATES, Plan, Sizes, make_plan, sizes_of_checkpoint, sizes_of_model
 from worldkv.bench.released import RELEASED
-from worldkv.cli.common import OK, add_block_size, add_robot_and_base
+from worldkv.cli.common import add_block_size, add_checkpoint, add_robot_and_base
+from worldkv.cli.errors import OK, UsageError
+from worldkv.cli.numbers import gigabytes, real
+from worldkv.cli.places import PICTURES, add_output
+from worldkv.engine.room import WORKSPACE
 from worldkv.show.terminal import size_text
+from worldkv.words import count
 
 MORE = (
     "Sizes are those of the released models, or a folder's; times were measured on one H200\n"
-    "(docs/benchmarks.md). Needs no GPU."
+    "(docs/benchmarks.md). `serve` makes as many sessions as are told here. Needs no GPU."
 )
-EXAMPLE = "worldkv plan --model dreamzero-14b --memory 141 --precision fp8 --output plan.png"
+EXAMPLE = "worldkv plan --model dreamzero-14b --memory 141 --precision fp8 -o plan.png"
+_DEFAULT = "dreamzero-14b"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", choices=tuple(RELEASED), default="dreamzero-14b")
-    what.add_argument("--checkpoint", type=Path, metavar="DIR", help="plan for this folder, from its headers")
-    parser.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
+    add_checkpoint(parser, needed=False, what="plan for this checkpoint folder, from its headers")
+    parser.add_argument("--model", choices=tuple(RELEASED), help=f"plan for a released one ({_DEFAULT})")
+    parser.add_argument("--memory", type=gigabytes, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
     parser.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
-    parser.add_argument("--cfg-scale", type=float, metavar="G", help="guidance (5); 1 turns it off")
+    parser.add_argument("--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off")
     parser.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
     add_block_size(parser)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="draw the memory as a picture (png, svg)")
+    add_output(parser, "file", "a picture of the memory", endings=PICTURES)
     add_robot_and_base(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.checkpoint is not None and arguments.model is not None:
+        raise UsageError("--model: a checkpoint folder says its sizes itself; give one of the two")
     if arguments.checkpoint is not None:
         sizes = sizes_of_checkpoint(arguments.checkpoint, arguments.base, arguments.embodiment)
     else:
-        sizes = sizes_of_model(arguments.model)
-    plan = make_plan(
-        sizes,
-        arguments.memory,
-        arguments.precision,
-        arguments.cfg_scale,
-        arguments.window_policy,
-        arguments.block_size,
-    )
+        sizes = sizes_of_model(arguments.model or _DEFAULT)
+    plan = _plan(arguments, sizes)
     rows = {
         "world model (DiT)": plan.dit,
         "encoders": plan.encoders,
+        "CUDA's own": plan.driver,
         "kept to work in": plan.workspace,
         "stored once for all": plan.shared,
-        "a session, at most": plan.session,
-        "a fork": plan.session,
+        "a session's charge, its most": plan.charge,
+        "a fork's charge, likewise": plan.charge,
+        "a fork's price, at its 1st write": plan.fork,
         "a frame of history": plan.frame,
         "a parked session, on the host": plan.parked,
     }
     print(f"{sizes.title}, {arguments.precision} products, bfloat16, a GPU of {arguments.memory:g} GB\n")
     for name, num_bytes in rows.items():
-        print(f"  {name:<30} {size_text(num_bytes):>12}")
-    print(f"\n  sessions that fit              {plan.num_sessions:>12}")
-    if not plan.num_sessions:
-        print("  not one fits: try --precision fp8, --cfg-scale 1 (half the cache), or a GPU with more memory")
+        print(f"  {name:<33} {size_text(num_bytes):>12}")
+    print(f"\n  {'blocks of the cache':<33} {plan.num_blocks:>12}")
+    print(f"  {'sessions that fit':<33} {plan.num_sessions:>12}")
+    if plan.missing:
+        print(f"  not one fits, {size_text(plan.missing)} are missing: {_way_out(arguments, sizes, plan)}")
     _print_rate(arguments, sizes, plan)
     if arguments.output is not None:
         plot_plan(arguments.output, sizes.title, plan)
@@ -66,19 +71,50 @@ def run(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def _way_out(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> str:
+    """Options that do make room, one alone where one is enough, and the GPU that would."""
+    fp8 = ("--precision fp8", {"precision": "fp8"})
+    unguided = ("--cfg-scale 1 (half the cache)", {"cfg_scale": 1.0})
+    enough = [[way] for way in (fp8, unguided) if _fits(arguments, sizes, way[1])]
+    if not enough and _fits(arguments, sizes, {**fp8[1], **unguided[1]}):
+        enough = [[fp8, unguided]]
+    ways = [" with ".join(name for name, _ in way) for way in enough]
+    larger = (plan.memory - plan.workspace + plan.missing) / (1 - WORKSPACE) / 1e9
+    return "try " + ", or ".join([*ways, f"a GPU of {math.ceil(larger)} GB"])
+
+
+def _fits(arguments: argparse.Namespace, sizes: Sizes, changed: Mapping[str, object]) -> bool:
+    return _plan(argparse.Namespace(**{**vars(arguments), **changed}), sizes).num_sessions > 0
+
+
+def _plan(arguments: argparse.Namespace, sizes: Sizes) -> Plan:
+    return make_plan(
+        sizes,
+        arguments.memory,
+        arguments.precision,
+        arguments.cfg_scale,
+        arguments.window_policy,
+        arguments.block_size,
+    )
+
+
 def _print_rate(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> None:
     if sizes.model is None:
-        print("  a tick                         not measured for these sizes: run `worldkv doctor` against a server")
+        print(f"  {'a tick':<33} not measured for these sizes: run `worldkv doctor` against a server")
         return
     rate, chunk_s = RATES[sizes.model, arguments.precision], sizes.chunk_s
     speedup = 2.0 if arguments.cfg_scale == 1 else 1.0
-    robots = int(rate.ticks_per_s * speedup * chunk_s)
-    print(f"  a tick, alone                  {rate.tick_s / speedup:>10.2f} s  on one H200, measured")
+    print(f"  {'a tick, alone':<33} {rate.tick_s / speedup:>10.2f} s  on one H200, measured")
     if speedup != 1:
-        print("                                               (half of what was measured with guidance: an estimate)")
-    print(f"  robots in time                 {robots:>12}  whose chunk of actions lasts {chunk_s:g} s")
-    if robots > plan.num_sessions:
-        print(f"  memory is the limit: {plan.num_sessions} at once, more by taking turns (parked in between)")
+        print(f"  {'':<46}  (half of what was measured with guidance: an estimate)")
+    in_time = int(rate.ticks_per_s * speedup * chunk_s)
+    robots = in_time if plan.num_sessions else 0
+    print(f"  {'robots in time':<33} {robots:>12}  whose chunk of actions lasts {chunk_s:g} s")
+    if not plan.num_sessions:
+        print("  no session fits, so no robot is served")
+    elif in_time > plan.num_sessions:
+        sessions = count(plan.num_sessions, "session")
+        print(f"  memory is the limit: {sessions} at once, more by taking turns (parked in between)")
 
 
 def plot_plan(path: Path, model: str, plan: Plan) -> None:
@@ -88,9 +124,9 @@ def plot_plan(path: Path, model: str, plan: Plan) -> None:
     parts = {
         "DiT": (plan.dit, "#2563a8"),
         "encoders": (plan.encoders, "#79aede"),
-        "to work in": (plan.workspace, "#c3cad2"),
+        "to work in, and CUDA's own": (plan.workspace + plan.driver, "#c3cad2"),
         "shared": (plan.shared, "#e8833a"),
-        f"{plan.num_sessions} sessions": (plan.num_sessions * plan.session, "#2f9e75"),
+        count(plan.num_sessions, "session"): (plan.num_sessions * plan.charge, "#2f9e75"),
     }
     used = sum(size for size, _ in parts.values())
     parts["left"] = (max(0, plan.memory - used), "#f3f5f8")
@@ -105,4 +141,5 @@ def plot_plan(path: Path, model: str, plan: Plan) -> None:
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(ncols=3, frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

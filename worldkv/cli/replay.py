@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worldkv.cli.common import (
-    FAILED,
-    OK,
+    add_checkpoint,
     add_engine_options,
-    add_output,
     add_server_address,
     describe_model,
     load_policy_for,
 )
+from worldkv.cli.errors import FAILED, OK
+from worldkv.cli.numbers import real, whole
+from worldkv.cli.places import add_output, add_place
 from worldkv.client import PolicyClient
 from worldkv.show import clip as clips
 from worldkv.show import recorded
@@ -23,6 +24,7 @@ from worldkv.show.episode import Episode
 from worldkv.show.lerobot import check_lerobot, write_lerobot
 from worldkv.show.live_table import LiveTable
 from worldkv.show.terminal import progress
+from worldkv.words import count
 from worldkv_client import ServerAddress
 
 if TYPE_CHECKING:
@@ -41,26 +43,27 @@ EXAMPLE = "worldkv replay --checkpoint DreamZero-DROID --clip droid_clip --outpu
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="DreamZero checkpoint folder")
+    add_checkpoint(parser, needed=False, what="DreamZero checkpoint folder")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--clip", type=Path, metavar="DIR", help="folder with the three camera files")
     source.add_argument("--recording", type=Path, metavar="DIR", help="folder of a recorded session")
     add_server_address(parser, default=None)
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, help="largest relative difference from the recording (0: bit for bit)"
+        "--tolerance",
+        type=real(at_least=0),
+        default=0.0,
+        metavar="X",
+        help="largest relative difference from the recording (0: bit for bit)",
     )
-    parser.add_argument(
-        "--lerobot", type=Path, metavar="DIR", help="write the recording as a LeRobot dataset as well (needs pyarrow)"
-    )
-    add_output(parser, "replay-output")
+    add_place(parser, "--lerobot", "folder", "the recording as a LeRobot dataset as well; needs pyarrow")
+    add_output(parser, "folder", "actions, video and plots", default="replay-output")
     parser.add_argument("--prompt", metavar="TEXT", help="instruction (that of the public DROID test clip)")
-    parser.add_argument("--max-calls", type=int, metavar="N", help="stop after N requests (all)")
+    parser.add_argument("--ticks", type=whole(1), metavar="N", help="of a clip, to run (all)")
+    parser.add_argument("--max-calls", dest="ticks", type=whole(1), help=argparse.SUPPRESS)  # its name before
     add_engine_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.max_calls is not None and arguments.max_calls < 1:
-        raise ValueError(f"--max-calls: expected at least 1, got {arguments.max_calls}")
     _check_combination(arguments)
     if arguments.url is not None:
         ServerAddress.parse(arguments.url)  # before anything is made or read for it
@@ -79,7 +82,7 @@ def _check_combination(arguments: argparse.Namespace) -> None:
         raise ValueError("--proxy: is for a server; give its --url, or leave it out")
     if arguments.url is not None and (arguments.checkpoint is not None or arguments.recording is not None):
         raise ValueError("--url: a server has its own checkpoint and gets a clip; leave --checkpoint, --recording out")
-    of_clips = {"--prompt": arguments.prompt, "--max-calls": arguments.max_calls}
+    of_clips = {"--prompt": arguments.prompt, "--ticks": arguments.ticks}
     of_recordings = {"--lerobot": arguments.lerobot, "--tolerance": arguments.tolerance or None}
     for name, value in (of_clips if arguments.recording is not None else of_recordings).items():
         if value is not None:
@@ -88,11 +91,13 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 def _run_clip(arguments: argparse.Namespace) -> Episode:
     clip = clips.read_clip(arguments.clip)
-    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
+    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.ticks]
     policy = load_policy_for(arguments, max_sessions=1)
     try:
         episode = _episode(policy, arguments)
-        with LiveTable(episode.window_frames, title=f"{arguments.clip.name}: {len(schedule)} requests") as table:
+        with LiveTable(
+            episode.window_frames, title=f"{arguments.clip.name}: {count(len(schedule), 'request')}"
+        ) as table:
             answer = clips.answered_here(policy.open_session())
             clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
     finally:
@@ -103,9 +108,9 @@ def _run_clip(arguments: argparse.Namespace) -> Episode:
 
 def _send_clip(arguments: argparse.Namespace) -> Episode:
     clip = clips.read_clip(arguments.clip)
-    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.max_calls]
+    schedule = clips.frame_schedule(clips.num_frames(clip))[: arguments.ticks]
     episode = Episode(clips.CLIP_HZ, window_frames=0)
-    title = f"{arguments.clip.name}: {len(schedule)} requests to {arguments.url}"
+    title = f"{arguments.clip.name}: {count(len(schedule), 'request')} to {arguments.url}"
     client = PolicyClient(arguments.url, api_key=arguments.api_key, proxy=arguments.proxy)
     with client, LiveTable(0, title=title) as table:
         answer = clips.answered_by(client)
@@ -126,7 +131,7 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
     try:
         robot, episode = policy.embodiment, _episode(policy, arguments)
         episode.action_names = recorded.action_names(robot)
-        title = f"{recording.folder.name}: {recording.num_ticks} ticks"
+        title = f"{recording.folder.name}: {count(recording.num_ticks, 'tick')}"
         with LiveTable(episode.window_frames, title=title) as table:
             difference = recorded.drive(policy.open_session(), recording, robot, episode, table)
         if arguments.lerobot is not None:
@@ -136,8 +141,8 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
         policy.close()
         policy.engine.shutdown()
     _leave(episode, arguments.output)
-    count = f"{difference.num_equal} of {difference.num_ticks} ticks are equal to the recording bit for bit"
-    print(f"{count}; largest relative difference {difference.largest:.1e}")
+    equal = f"{difference.num_equal} of {count(difference.num_ticks, 'tick')} are equal to the recording bit for bit"
+    print(f"{equal}; largest relative difference {difference.largest:.1e}")
     if difference.exceeds(arguments.tolerance):
         print(
             "they differ: another checkpoint, device or dtype, or sessions shared its batches then (docs/recording.md)"

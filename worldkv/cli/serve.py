@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from worldkv import __version__
 from worldkv.cli.common import (
-    OK,
     add_api_key,
+    add_checkpoint,
     add_engine_options,
     describe_model,
     load_app_for,
 )
-from worldkv.engine.config import EngineConfig
+from worldkv.cli.errors import OK
+from worldkv.cli.numbers import gigabytes, real, seconds, session_count, whole
+from worldkv.cli.places import add_place
 from worldkv.server.config import ServerConfig
 from worldkv.server.logs import LISTENING, set_up_logging
 
@@ -26,52 +28,54 @@ MORE = (
     "One port speaks the openpi and the RoboArena dialect. GET /healthz answers 200 once the model is warm, GET\n"
     "/metrics speaks Prometheus. Ctrl-C or SIGTERM lets the ticks in flight end; a second one does not wait."
 )
-EXAMPLE = "worldkv serve --checkpoint DreamZero-DROID --port 8000"
+EXAMPLE = "worldkv serve DreamZero-DROID --port 8000"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="DreamZero checkpoint folder")
+    add_checkpoint(parser, what="checkpoint folder")
     parser.add_argument(
         "--host", default=ServerConfig.host, help="address to listen on; beyond loopback --api-key is needed"
     )
     port = ServerConfig.port
-    parser.add_argument("--port", type=int, default=port, help=f"port to listen on; 0 takes a free one ({port})")
+    parser.add_argument(
+        "--port",
+        type=whole(0, 65535),
+        default=port,
+        metavar="N",
+        help=f"port to listen on; 0 takes a free one ({port})",
+    )
     add_api_key(parser, "what robots must send; better in the environment, as WORLDKV_API_KEY")
-    num_sessions = EngineConfig.max_sessions
     parser.add_argument(
         "--max-sessions",
-        type=_session_count,
-        default=num_sessions,
+        type=session_count,
         metavar="N",
-        help="sessions that the cache has room for, or auto: all that the GPU has; more are parked while idle "
-        f"({num_sessions})",
+        help="sessions that the cache has room for, more are parked while idle; auto: all that the GPU has, "
+        "on a CPU what half of the free memory holds, up to 4 (auto)",
+    )
+    parser.add_argument(
+        "--park-memory",
+        type=real(at_least=0, unit="GB"),
+        metavar="GB",
+        help="of host memory for parked sessions, at most; 0: none are parked (half of what the machine has)",
     )
     parser.add_argument(
         "--episode-gap",
-        type=float,
+        type=seconds,
         default=ServerConfig.episode_gap_s,
         metavar="S",
         help="a pause of more seconds begins a new episode (never)",
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: one line an event (text)")
     parser.add_argument("--otlp", metavar="URL", help="OpenTelemetry collector for traces of ticks (none)")
+    add_place(parser, "--record", "folder", "every session, see `worldkv replay --recording`")
     parser.add_argument(
-        "--record", type=Path, metavar="DIR", help="write every session there; see `worldkv replay --recording`"
-    )
-    parser.add_argument(
-        "--record-limit-gb", type=float, default=100.0, metavar="GB", help="record no more than that (100)"
+        "--record-limit-gb", type=gigabytes, default=100.0, metavar="GB", help="record no more than that (100)"
     )
     add_engine_options(parser)
 
 
-def _session_count(text: str) -> int | None:
-    """A number, or None for as many as fit."""
-    return None if text == "auto" else int(text)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    from worldkv.server.server import PolicyServer
-    from worldkv.server.tracing import TickTracer
+    from worldkv.cli.preflight import check_before_loading, require_packages
 
     config = ServerConfig(
         host=arguments.host,
@@ -79,16 +83,21 @@ def run(arguments: argparse.Namespace) -> int:
         api_key=arguments.api_key,
         episode_gap_s=arguments.episode_gap,
     )
+    require_packages("server", "uvicorn", "fastapi", "websockets")
     set_up_logging(arguments.log_format)
-    tracer = None if arguments.otlp is None else TickTracer.to_collector(arguments.otlp)
-    app = load_app_for(arguments, max_sessions=arguments.max_sessions)
-    try:
+    with ExitStack() as ends:
+        listener, tracer = check_before_loading(arguments, config, ends)
+        app = load_app_for(arguments, max_sessions=arguments.max_sessions)
+        ends.callback(app.engine.shutdown)
+        ends.callback(app.close)
         if arguments.record is not None:
             app.record(arguments.record, _about(app, arguments), 1e9 * arguments.record_limit_gb)
-        server = PolicyServer(app, config)
+
+        from worldkv.server.server import PolicyServer
+
+        server = PolicyServer(app, config, listener)
         if tracer is not None:
             server.trace_with(tracer)
-        server.listen()
         print(f"worldkv {__version__}")
         for line in describe_model(app, arguments.checkpoint):
             print(f"  {line}")
@@ -99,9 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(_where(config, server.port), flush=True)
         server.run()
         print("stopped; every session was closed", flush=True)
-    finally:
-        app.close()
-        app.engine.shutdown()
     return OK
 
 

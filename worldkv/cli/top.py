@@ -8,14 +8,16 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from worldkv.cli.common import OK, add_server_address
+from worldkv.cli.common import add_server_address
+from worldkv.cli.errors import OK
 from worldkv.show.terminal import has_rich, size_text
+from worldkv.words import count
 from worldkv_client.console import console_feed, hear
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
 
-_BAR = 40
+_BAR, _NAME = 40, 24  # columns
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -46,7 +48,17 @@ def _show(socket: ClientConnection, hello: dict[str, Any]) -> None:
 
     with Live(screen=True, auto_refresh=False) as screen:
         while True:
-            screen.update(Text("\n".join(lines(hello, hear(socket, "overview")))), refresh=True)
+            shown = fitting(lines(hello, hear(socket, "overview")), screen.console.width, screen.console.height)
+            screen.update(Text("\n".join(shown)), refresh=True)
+
+
+def fitting(shown: list[str], width: int, height: int) -> list[str]:
+    """What a terminal of that size can show: long lines folded, so that nothing of an id is lost, and a word on what
+    is left out below."""
+    folded = [line[at : at + width] for line in shown for at in range(0, max(len(line), 1), width)]
+    if len(folded) <= height:
+        return folded
+    return [*folded[: height - 1], f"... {count(len(folded) - height + 1, 'more line')}: worldkv top --once"[:width]]
 
 
 def lines(hello: dict[str, Any], told: dict[str, Any]) -> list[str]:
@@ -57,28 +69,33 @@ def lines(hello: dict[str, Any], told: dict[str, Any]) -> list[str]:
     note = "  RANDOM WEIGHTS" if hello["random_weights"] else ""
     shown = [
         f"worldkv {hello['version']}  {hello['name']}  {hello['model']}  {hello['device']} {hello['attention']}{note}",
-        f"{time.strftime('%H:%M:%S', time.localtime(told['now']))}  {len(told['sessions'])} sessions, "
+        f"{time.strftime('%H:%M:%S', time.localtime(told['now']))}  {count(len(told['sessions']), 'session')}, "
         f"{told['num_parked']} parked, {told['num_other_sessions']} of other keys, {told['more_sessions']} more fit; "
-        f"{told['in_flight']} ticks in flight; {told['refused']} refused",
+        f"{count(told['in_flight'], 'tick')} in flight; {told['refused']} refused",
         f"blocks [{'#' * filled}{'.' * (_BAR - filled)}] {used} of {total}, {memory['charged']} promised, "
         f"{size_text(used * memory['bytes_per_block'])}",
         "",
-        f"{'session':<24} {'state':<7} {'frames':>7} {'blocks':>7} {'ticks':>7} {'last':>9} {'spare':>8}  latency",
+        f"{'session':<{_NAME}} {'state':<7} {'frames':>7} {'blocks':>7} {'ticks':>7} {'last':>9} {'spare':>8}  latency",
     ]
-    shown += [_session_line(session, hello["window_frames"]) for session in told["sessions"]]
+    for session in told["sessions"]:
+        shown += _session_lines(session, hello["window_frames"])
     return shown
 
 
-def _session_line(session: dict[str, Any], window: int) -> str:
+def _session_lines(session: dict[str, Any], window: int) -> list[str]:
+    """One line; an id that is too long for its column stands whole on a line of its own before it."""
     latency = session["latency_ms"]
     last = f"{latency[-1]:.0f} ms" if latency else ""
     spare = "" if session["margin_s"] is None else f"{session['margin_s']:.2f} s"
     state = "busy" if session["busy"] else session["state"]
     frames = f"{session['frames_seen']}/{window}"
-    return (
-        f"{session['id'][:24]:<24} {state:<7} {frames:>7} {session['blocks']:>7} {session['ticks']:>7} {last:>9} "
+    name = session["id"]
+    before, name = ([name], "") if len(name) > _NAME else ([], name)
+    line = (
+        f"{name:<{_NAME}} {state:<7} {frames:>7} {session['blocks']:>7} {session['ticks']:>7} {last:>9} "
         f"{spare:>8}  {sparks(latency)}"
     )
+    return [*before, line]
 
 
 def sparks(values: list[float]) -> str:

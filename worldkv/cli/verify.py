@@ -7,9 +7,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worldkv.cli.common import FAILED, OK, add_attention, add_device, choose_device
+from worldkv.attention.names import check_name
+from worldkv.cli.common import add_attention, add_checkpoint, add_device, choose_device
+from worldkv.cli.errors import FAILED, OK, UsageError
+from worldkv.cli.numbers import power_of_two, real, whole
+from worldkv.cli.preflight import check_attention, check_folder
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import Step, progress, spinner
+from worldkv.words import count
 
 if TYPE_CHECKING:
     from worldkv.engine.engine import Engine
@@ -18,6 +23,7 @@ if TYPE_CHECKING:
     from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, Tensors
     from worldkv.models.world_action import TickInputs, TickResult
 
+GOLDEN_FILE = "golden.safetensors"
 _POLICY_TOLERANCE = 1e-6  # of state and actions; pixels must be equal
 
 MORE = (
@@ -31,12 +37,14 @@ EXAMPLE = "worldkv verify golden/tiny_i2v --tolerance 1e-4 --block-size 16 64 12
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "worldkv verify DIR [options]"  # DIR first: after --block-size it would be taken for a size
-    parser.add_argument("folder", type=Path, metavar="DIR", help="checkpoint with golden.safetensors and calls.json")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative error allowed (1e-3)")
+    add_checkpoint(parser, what="checkpoint with golden.safetensors and calls.json")
+    parser.add_argument(
+        "--tolerance", type=real(above=0), default=1e-3, metavar="X", help="largest relative error allowed (1e-3)"
+    )
     add_attention(parser)
     parser.add_argument(
         "--block-size",
-        type=int,
+        type=power_of_two,
         nargs="+",
         default=[EngineConfig.block_size],
         metavar="N",
@@ -45,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "cpu")
     parser.add_argument(
         "--interleave",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help="run N other sessions' ticks beside the calls and between them (0)",
@@ -53,16 +61,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.tolerance > 0:
-        raise ValueError(f"--tolerance: expected more than 0, got {arguments.tolerance}")
-    if arguments.interleave < 0:
-        raise ValueError(f"--interleave: expected a number of sessions, got {arguments.interleave}")
+    check_name(arguments.attention)
+    check_folder(arguments.checkpoint)
+    if not (arguments.checkpoint / GOLDEN_FILE).is_file():
+        raise UsageError(
+            f"{arguments.checkpoint} has no {GOLDEN_FILE}: verify needs a checkpoint folder with outputs recorded from "
+            "the reference; to look at any other checkpoint use `worldkv inspect`"
+        )
     with spinner("starting up"):
+        import torch
+
         from worldkv.models.dreamzero.checkpoint import Checkpoint
         from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording
 
-        recording = GoldenRecording.open(arguments.folder)
-        checkpoint = Checkpoint.open(arguments.folder)
+        recording = GoldenRecording.open(arguments.checkpoint)
+        checkpoint = Checkpoint.open(arguments.checkpoint)
+        device = choose_device(arguments.device)
+        for block_size in arguments.block_size:
+            check_attention(arguments.attention, checkpoint, block_size, device, torch.float32)
     worst = 0.0
     for block_size in arguments.block_size:
         observer = GoldenObserver(recording)
@@ -73,10 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             engine.shutdown()
         print(
-            f"blocks of {block_size}, attention by {engine.cache_card.attention}, {arguments.interleave} other sessions"
+            f"blocks of {block_size}, attention by {engine.cache_card.attention}, "
+            f"{count(arguments.interleave, 'other session')}"
         )
         worst = max(worst, _report(expected, observer.ours))
-    policy_ok = _verify_policy(arguments.folder, checkpoint)
+    policy_ok = _verify_policy(arguments.checkpoint, checkpoint)
     print(f"max_relative_error {worst:.3e}")
     return OK if worst <= arguments.tolerance and policy_ok else FAILED
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.spec import KVSpec
+from worldkv.words import count
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Capacity:
         """The sum, in words."""
         session = self.blocks_per_session * self.bytes_per_block / 2**20
         return (
-            f"{self.num_blocks} blocks of {self.bytes_per_block / 2**20:.3g} MiB; a session is charged "
+            f"{count(self.num_blocks, 'block')} of {self.bytes_per_block / 2**20:.3g} MiB; a session is charged "
             f"{self.blocks_per_session} ({session:.3g} MiB): {self.blocks_per_branch} per branch, "
             f"{self.blocks_of_conditioning} for its conditioning; {self.blocks_shared} are shared by all; "
-            f"{self.num_sessions} sessions are open, {self.num_charged} blocks are charged, {self.num_used} held; "
-            f"{self.num_more_sessions} more sessions fit"
+            f"{count(self.num_sessions, 'session is open', 'sessions are open')}, "
+            f"{count(self.num_charged, 'block is charged', 'blocks are charged')}, {self.num_used} held; "
+            f"{count(self.num_more_sessions, 'more session fits', 'more sessions fit')}"
         )
 
 

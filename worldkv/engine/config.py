@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`num_blocks` None: what `max_sessions` sessions can ever hold; if that is None too, all that the GPU has free.
+    """`max_sessions` None: as many as fit, see `engine.room`. `num_blocks` None: what those sessions can ever hold.
 
     `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
     products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
@@ -18,7 +19,7 @@ class EngineConfig:
     """
 
     block_size: int = 128
-    max_sessions: int | None = 4
+    max_sessions: int | None = None
     num_blocks: int | None = None
     attention: str = "auto"
     max_rows: int = 64
@@ -31,8 +32,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_rows", "max_tokens", "stuck_after_s"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(f"{name}: expected more than 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected more than 0, got {value}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size: expected a power of two, got {self.block_size}")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ValueError(f"num_blocks: expected at least 1, got {self.num_blocks}")
+        if self.park_after_s is not None and not 0 <= self.park_after_s < math.inf:
+            raise ValueError(f"park_after_s: expected seconds >= 0, got {self.park_after_s}")
         if self.max_parked_bytes is not None and self.max_parked_bytes < 0:
             raise ValueError(f"max_parked_bytes: expected 0 (nothing is parked) or more, got {self.max_parked_bytes}")
 

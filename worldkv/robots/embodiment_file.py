@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from worldkv.errors import CheckpointError
 from worldkv.robots.embodiment import Embodiment, Layout, Normalisation, Quantity
+from worldkv.words import reason
 
 _MAX_VIEWS: Mapping[Layout, tuple[int, int]] = {"single": (1, 1), "wrist_over_exteriors": (3, 3), "grid": (2, 4)}
 Size = Annotated[int, Field(ge=1)]
@@ -139,8 +140,9 @@ def load_embodiment_file(path: str | Path) -> EmbodimentFile:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(
-            f"embodiment file {path}: {error}; packaged ones are {', '.join(packaged())} (see `worldkv embodiments`)"
+            f"embodiment file {path}: {why}; packaged ones are {', '.join(packaged())} (see `worldkv embodiments`)"
         ) from error
     return parse(text, str(path))
 

@@ -20,6 +20,7 @@ from worldkv.robots.preparation import Imagined, Preparation, Seen
 from worldkv.robots.program import RobotPolicy, RobotResult
 from worldkv.robots.recorder import Recorder
 from worldkv.robots.schema import robot_contract
+from worldkv.words import count
 
 if TYPE_CHECKING:
     import torch
@@ -122,8 +123,8 @@ class Policy(App[Seen, RobotResult, PolicyReply]):
     def summary(self) -> dict[str, str]:
         robot, camera = self.embodiment, self.embodiment.cameras[0]
         return {
-            "robot": f"{robot.tag}: {len(robot.cameras)} cameras of {camera.width} x {camera.height}, "
-            f"{robot.action_horizon} actions of {robot.action_dim} numbers at {robot.fps:g} Hz"
+            "robot": f"{robot.tag}: {count(len(robot.cameras), 'camera')} of {camera.width} x {camera.height}, "
+            f"{count(robot.action_horizon, 'action')} of {count(robot.action_dim, 'number')} at {robot.fps:g} Hz"
         }
 
     def record(self, folder: Path, about: Mapping[str, object], limit_bytes: float) -> None:

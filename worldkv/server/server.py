@@ -33,6 +33,7 @@ import uvicorn
 
 from worldkv.server.app import create_app
 from worldkv.server.config import ServerConfig
+from worldkv.server.listening import take_port
 from worldkv.server.service import Service
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ _FAREWELL_S = 5.0
 _PING_INTERVAL_S = 20.0
 _PING_TIMEOUT_S = 60.0  # a pong waits behind an upload on a slow link
 _POLL_S = 0.1
-_BACKLOG = 128
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,14 @@ class PolicyServer:
     `run` blocks and ends on SIGINT or SIGTERM; `start` and `stop`, or `with`, run it on a thread.
     """
 
-    def __init__(self, app: AnyApp, config: ServerConfig | None = None) -> None:
+    def __init__(self, app: AnyApp, config: ServerConfig | None = None, listener: socket.socket | None = None) -> None:
+        """`listener`: of `take_port`, where the port was taken before there was an app."""
         self.config = config or ServerConfig()
         api = create_app(app, self.config)
         self._service: Service = api.state.service
         self._uvicorn = _Uvicorn(_uvicorn_config(api, self.config), self._service)
-        self._socket: socket.socket | None = None
-        self._port = self.config.port
+        self._socket = listener
+        self._port = self.config.port if listener is None else int(listener.getsockname()[1])
         self._thread: threading.Thread | None = None
 
     @property
@@ -80,7 +81,7 @@ class PolicyServer:
     def listen(self) -> int:
         """Take the port: from now on clients wait instead of being refused. Raises OSError if it is taken."""
         if self._socket is None:
-            self._socket = _listening_socket(self.config.host, self.config.port)
+            self._socket = take_port(self.config.host, self.config.port)
             self._port = int(self._socket.getsockname()[1])
         return self._port
 
@@ -173,11 +174,3 @@ def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         timeout_graceful_shutdown=int(_FAREWELL_S),
     )
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror or error}") from error

@@ -5,22 +5,23 @@ Goes on after a fault as far as it can, since a damaged folder is what it is mos
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import StoredDtype
 from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_headers
-from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import WORLDKV_FILE, Description, describe, expect_checkpoint_folder
-from worldkv.models.dreamzero.model import kv_spec
+from worldkv.models.dreamzero.spec import kv_spec
+from worldkv.models.dreamzero.survey import Survey, check_all_tensors
 from worldkv.models.wan.tokenizer import find_tokenizer
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.show.terminal import size_text, spinner
+from worldkv.words import count
 
 _PARTS = {
     "action_head.model.": "world model (DiT)",
@@ -28,7 +29,7 @@ _PARTS = {
     "action_head.image_encoder.": "image encoder",
     "action_head.vae.": "VAE",
 }
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ def _show_weights(folder: Path, problems: _Problems) -> None:
     found: list[str] = []
     files, shapes, dtypes = problems.of(lambda: read_headers(folder, found)) or ({}, {}, {})
     problems.texts += found
-    _heading(f"weights    {len(shapes)} tensors in {len(set(files.values()))} files")
+    _heading(f"weights    {count(len(shapes), 'tensor')} in {count(len(set(files.values())), 'file')}")
     groups: dict[str, list[str]] = defaultdict(list)
     for name in shapes:
         part = next((label for prefix, label in _PARTS.items() if name.startswith(prefix)), "something else")
@@ -108,11 +109,11 @@ def _show_weights(folder: Path, problems: _Problems) -> None:
 
 
 def _part_line(
-    part: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    part: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, StoredDtype]
 ) -> str:
-    sizes = {name: torch.Size(shapes[name]).numel() for name in names}
-    num_bytes = sum(count * dtypes[name].itemsize for name, count in sizes.items())
-    kinds = ", ".join(sorted({str(dtypes[name]).removeprefix("torch.") for name in sizes}))
+    sizes = {name: math.prod(shapes[name]) for name in names}
+    num_bytes = sum(numbers * dtypes[name].itemsize for name, numbers in sizes.items())
+    kinds = ", ".join(sorted({str(dtypes[name]) for name in sizes}))
     return (
         f"  {part:<18} {len(sizes):>5} tensors {sum(sizes.values()) / 1e6:>11.3f} M {size_text(num_bytes):>11}  {kinds}"
     )
@@ -145,9 +146,9 @@ def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
             f"{num_blocks - num_branches * per_branch} for conditioning"
         }
     )
-    for name, dtype in _DTYPES.items():
-        frame = spec.chunk_size * spec.bytes_per_token(dtype.itemsize)
-        block = spec.bytes_per_block(block_size, dtype.itemsize)
+    for name, itemsize in _ITEM_SIZES.items():
+        frame = spec.chunk_size * spec.bytes_per_token(itemsize)
+        block = spec.bytes_per_block(block_size, itemsize)
         print(
             f"  in {name:<10} {size_text(frame)} a frame and branch, {size_text(num_branches * frame)} a frame, "
             f"{size_text(block)} a block, {size_text(num_blocks * block)} a session"
@@ -181,7 +182,7 @@ def _show_tokenizer(folder: Path) -> None:
 
 def _check_tensors(folder: Path, base: Sequence[Path]) -> None:
     """Open the folder and compare all tensors with what the model and its encoders need."""
-    check_all_tensors(Checkpoint.open(folder, base))
+    check_all_tensors(Survey.open(folder, base))
 
 
 def _show(rows: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from worldkv.show.records import TickRecord
 from worldkv.show.terminal import has_rich
+from worldkv.words import count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,7 @@ class LiveTable:
 
     def _summary(self) -> str:
         median, slowest = statistics.median(self._totals), max(self._totals)
-        return f"{len(self._totals)} ticks, median {median:.1f} ms, slowest {slowest:.1f} ms"
+        return f"{count(len(self._totals), 'tick')}, median {median:.1f} ms, slowest {slowest:.1f} ms"
 
     def _table(self, console: Console) -> Table:
         """The newest ticks that fit into the terminal; sessions are named once there are two."""

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import StoredDtype
 from worldkv.models.checkpoints.header import read_header
 
 CONFIG_FILE = "config.json"
@@ -57,7 +56,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_headers(
     folder: Path, problems: list[str]
-) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+) -> tuple[dict[str, Path], dict[str, tuple[int, ...]], dict[str, StoredDtype]]:
     """(file, shape, dtype) of every tensor, from the index and the shards' headers. Appends what is wrong."""
     weight_map: dict[str, str] = {}
     if (folder / INDEX_FILE).is_file():
@@ -70,7 +69,7 @@ def read_headers(
             raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must map tensor names to file names beside it")
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    dtypes: dict[str, StoredDtype] = {}
     for file in sorted(set(weight_map.values())) or [SINGLE_FILE]:
         expected = [name for name, shard in weight_map.items() if shard == file]
         if not (folder / file).is_file():

@@ -9,28 +9,13 @@ import json
 import struct
 from pathlib import Path
 
-import torch
-
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import KNOWN, StoredDtype
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def read_header(path: Path) -> dict[str, tuple[StoredDtype, tuple[int, ...]]]:
     """Tensor name -> (dtype, shape). Raises CheckpointError for a truncated, overlong or foreign file."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -55,7 +40,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     if size != expected:
         state = "truncated" if size < expected else "longer than its header says"
         raise CheckpointError(f"{path.name} is {state}: {expected} bytes expected, {size} found")
-    unknown = sorted({dtype for dtype, _ in found.values() if dtype not in _DTYPES})
+    unknown = sorted({dtype for dtype, _ in found.values() if dtype not in KNOWN})
     if unknown:
         raise CheckpointError(f"{path.name} holds tensors of unknown dtype {', '.join(unknown)}")
-    return {name: (_DTYPES[dtype], shape) for name, (dtype, shape) in found.items()}
+    return {name: (KNOWN[dtype], shape) for name, (dtype, shape) in found.items()}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _WRAPPER, _BASE = "base_model.model.", ".base_layer."
 _ADAPTER = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])(?:\.(?P<name>\w+))?\.weight")
@@ -28,6 +30,8 @@ class Adapter:
 
     def merged(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """float32, whatever the parts are stored in."""
+        import torch
+
         return torch.addmm(weight.float(), up.float(), down.float(), alpha=self.scale)
 
 

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from worldkv.models.checkpoints.complete import check_complete as check_complete
+from worldkv.models.checkpoints.dtypes import StoredDtype
 from worldkv.models.checkpoints.files import raise_if_any
-
-
-@dataclass(frozen=True)
-class TensorSource:
-    """Where a module's tensor comes from.
-
-    It is part `part` of `parts` equal ones along dimension 0 of checkpoint tensor `key`, after dropping its first
-    `squeeze` dimensions, which have size 1.
-    """
-
-    key: str
-    part: int = 0
-    parts: int = 1
-    squeeze: int = 0
-
-    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape this source has if the checkpoint's tensor has shape `stored`; None if that cannot be."""
-        kept = stored[self.squeeze :]
-        if any(size != 1 for size in stored[: self.squeeze]) or len(stored) < self.squeeze:
-            return None
-        if self.parts == 1:
-            return kept
-        return (kept[0] // self.parts, *kept[1:]) if kept and kept[0] % self.parts == 0 else None
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The inverse of `shape`: what the checkpoint must store."""
-        grown = (shape[0] * self.parts, *shape[1:]) if self.parts > 1 else shape
-        return (1,) * self.squeeze + grown
-
+from worldkv.models.checkpoints.source import TensorSource as TensorSource
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -52,7 +24,7 @@ class TensorReader(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
     @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+    def dtypes(self) -> Mapping[str, StoredDtype]: ...
 
     def read(self, source: TensorSource) -> torch.Tensor:
         """The part of a tensor that `source` describes, as stored. Perhaps a view of the file: copy it to keep."""
@@ -111,29 +83,6 @@ def load_module(
     left = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta]
     assert not left, f"still on the meta device after loading (non-persistent buffers are the caller's): {left}"
     module.eval()
-
-
-def check_complete(
-    checkpoint: TensorReader, expected: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()
-) -> None:
-    """Compares the whole checkpoint with `expected` (full name -> shape).
-
-    Raises one CheckpointError that lists wrong shapes, missing and unexpected tensors. Names matching a glob of
-    `ignored` are known and not needed.
-    """
-    ignored = tuple(ignored)
-    problems = [
-        f"shape: {name} is {list(checkpoint.shapes[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if checkpoint.shapes.get(name, shape) != shape
-    ]
-    problems += [f"missing: {name} {list(expected[name])}" for name in expected if name not in checkpoint.shapes]
-    problems += [
-        f"unexpected: {name} {list(shape)}"
-        for name, shape in checkpoint.shapes.items()
-        if name not in expected and not any(fnmatchcase(name, pattern) for pattern in ignored)
-    ]
-    raise_if_any(checkpoint.folder, problems)
 
 
 def _assign(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:

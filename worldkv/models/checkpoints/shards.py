@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import StoredDtype, of_torch
 from worldkv.models.checkpoints.files import INDEX_FILE
 from worldkv.models.checkpoints.header import read_header
 from worldkv.models.checkpoints.modules import Progress, TensorReader, TensorSource
@@ -58,7 +59,7 @@ def write_shards(
     done = kept = 0
     for shard in shards:
         path = folder / shard.file
-        wanted = {name: (dtype, shapes[name]) for name in shard.names}
+        wanted = {name: (of_torch(dtype), shapes[name]) for name in shard.names}
         if path.is_file() and _header(path) == wanted:
             kept += 1
         else:
@@ -97,7 +98,7 @@ def compare_shards(checkpoint: TensorReader, shards: list[Shard], folder: Path, 
         )
 
 
-def _header(path: Path) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+def _header(path: Path) -> Mapping[str, tuple[StoredDtype, tuple[int, ...]]]:
     try:
         return read_header(path)
     except CheckpointError:

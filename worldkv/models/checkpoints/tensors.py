@@ -11,23 +11,10 @@ import torch
 from safetensors import safe_open
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import StoredDtype
 from worldkv.models.checkpoints.lora import Adapter
-from worldkv.models.checkpoints.modules import TensorSource
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies: a file, and its name in there."""
-
-    file: Path
-    key: str
-
-
-@dataclass(frozen=True)
-class Stored:
-    place: Place
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from worldkv.models.checkpoints.source import Place as Place
+from worldkv.models.checkpoints.source import TensorSource
 
 
 class PthFile:
@@ -68,7 +55,7 @@ class StoredTensors:
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, StoredDtype]
     places: Mapping[str, Place] = field(repr=False)  # of every tensor and of every adapter's factors
     adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)

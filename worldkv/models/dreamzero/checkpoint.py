@@ -5,45 +5,36 @@ Everything wrong with a folder is found before a tensor is read, and reported in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from worldkv.errors import CheckpointError
 from worldkv.kv.window import WindowPolicy
-from worldkv.models.checkpoints.files import CONFIG_FILE, raise_if_any, read_headers, read_json
-from worldkv.models.checkpoints.lora import Adapter, is_lora, plain_names
-from worldkv.models.checkpoints.modules import check_complete, load_module, tensor_shapes
-from worldkv.models.checkpoints.tensors import Place, StoredTensors
-from worldkv.models.dreamzero.config import DiTConfig, DreamZeroConfig
+from worldkv.models.checkpoints.files import CONFIG_FILE, read_json
+from worldkv.models.checkpoints.modules import load_module
+from worldkv.models.checkpoints.tensors import StoredTensors
+from worldkv.models.dreamzero.config import DiTConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT
-from worldkv.models.dreamzero.folder import (
-    DIT_PREFIX,
-    IMAGE_PREFIX,
-    PREFIXES,
-    WORLDKV_FILE,
-    contradictions,
-    describe,
-    expect_checkpoint_folder,
-)
+from worldkv.models.dreamzero.folder import DIT_PREFIX, PREFIXES, WORLDKV_FILE
+from worldkv.models.dreamzero.layout import needed_shapes as needed_shapes
 from worldkv.models.dreamzero.prompts import NEGATIVE_PROMPT
 from worldkv.models.dreamzero.steps import Steps
-from worldkv.models.wan import encoders, sizes
-from worldkv.models.wan.base_folder import read_base
+from worldkv.models.dreamzero.survey import Survey
+from worldkv.models.dreamzero.survey import check_all_tensors as check_all_tensors
+from worldkv.models.dreamzero.survey import read_sizes as read_sizes
+from worldkv.models.wan import encoders
 from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
-from worldkv.models.wan.sizes import EncoderSizes
 from worldkv.models.wan.tokenizer import Tokenizer, Tokens, load_tokenizer
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.model import DreamZero
 
 LOOKS_FOR = f"{CONFIG_FILE} with action_head_cfg, or {WORLDKV_FILE}"
-_LORA_ALPHA = f"{CONFIG_FILE}: action_head_cfg.config.lora_alpha"
 Progress = Callable[[int, int], None]  # bytes read, bytes in all; restarts for each part
 
 
@@ -55,14 +46,8 @@ def is_mine(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(StoredTensors):
+class Checkpoint(Survey, StoredTensors):
     """An opened checkpoint folder. Tensors are read when asked for."""
-
-    config: DreamZeroConfig
-    conf: Mapping[str, Any]  # experiment_cfg/conf.yaml; empty where there is none
-    metadata: Mapping[str, Any]  # experiment_cfg/metadata.json; empty where there is none
-    embodiments: Mapping[str, Any]  # of a converted folder, by tag; others say it in conf and metadata
-    random_weights: bool  # written by `random`: nobody trained these
 
     @classmethod
     def open(cls, folder: str | Path, base: Sequence[str | Path] = ()) -> Checkpoint:
@@ -70,93 +55,13 @@ class Checkpoint(StoredTensors):
 
         Raises CheckpointError with all that is wrong: files absent, damaged or contradicting one another.
         """
-        folder = Path(folder)
-        expect_checkpoint_folder(folder)
-        problems: list[str] = []
-        described = describe(folder, problems)
-        files, shapes, dtypes = read_headers(folder, problems)
-        from_base = read_base(map(Path, base), PREFIXES)
-        names: Mapping[str, str] = {name: name for name in shapes}
-        adapters: dict[str, Adapter] = {}
-        if is_lora(shapes):
-            beside = {name: stored.shape for name, stored in from_base.items()}
-            names, adapters = plain_names(shapes, described.lora_alpha, problems, beside, _LORA_ALPHA)
-        places = {name: Place(files[name], name) for name in shapes}
-        places |= {name: Place(files[stored], stored) for name, stored in names.items()}
-        shapes = {name: shapes[stored] for name, stored in names.items()}
-        dtypes = {name: dtypes[stored] for name, stored in names.items()}
-        for name in from_base.keys() - shapes.keys():
-            stored = from_base[name]
-            places[name], shapes[name], dtypes[name] = stored.place, stored.shape, stored.dtype
-        config = described.config
-        if not problems:
-            problems += contradictions(config, shapes, described.conf)
-        raise_if_any(folder, problems)
-        image_dim = shapes[f"{DIT_PREFIX}img_emb.proj.0.weight"][0]
-        return cls(
-            folder=folder,
-            shapes=shapes,
-            dtypes=dtypes,
-            places=places,
-            adapters=adapters,
-            config=replace(config, dit=replace(config.dit, image_dim=image_dim)),
-            conf=described.conf,
-            metadata=described.metadata,
-            embodiments=described.embodiments,
-            random_weights=described.random_weights,
-        )
-
-
-# what the model needs of a checkpoint
+        return cls(**vars(Survey.open(folder, base)))
 
 
 def meta_dit(config: DiTConfig) -> DreamZeroDiT:
     """On the meta device: names and shapes, no memory."""
     with torch.device("meta"):
         return DreamZeroDiT(config)
-
-
-def needed_shapes(config: DreamZeroConfig, encoder_sizes: EncoderSizes) -> dict[str, tuple[int, ...]]:
-    """Full name -> shape of every tensor that is read: the DiT's and its encoders'."""
-    dit = {DIT_PREFIX + name: shape for name, shape in tensor_shapes(meta_dit(config.dit)).items()}
-    return dit | encoder_sizes.tensor_shapes(PREFIXES)
-
-
-def read_sizes(checkpoint: Checkpoint) -> EncoderSizes:
-    """Raises CheckpointError for tensors that are missing, have odd shapes or contradict config.json."""
-    found, said = sizes.read_sizes(checkpoint, PREFIXES, checkpoint.config.image_num_heads), checkpoint.config
-    if said.text_num_heads != found.text.num_heads:
-        raise CheckpointError(
-            f"{CONFIG_FILE}: text_encoder_cfg.num_heads {said.text_num_heads} contradicts the tensors: "
-            f"width {found.text.attention_dim}, position bias for {found.text.num_heads} heads"
-        )
-    return found
-
-
-def check_all_tensors(checkpoint: Checkpoint) -> None:
-    """Checks names and shapes of the whole checkpoint, DiT and encoders together, without reading a tensor.
-
-    Raises one CheckpointError that lists what is missing, unexpected or of another shape.
-    """
-    found = read_sizes(checkpoint)
-    assert found.image is not None
-    check_complete(checkpoint, needed_shapes(checkpoint.config, found), _not_needed(found.image.num_layers))
-
-
-def _not_needed(num_image_layers: int) -> tuple[str, ...]:
-    """Globs of names that a released checkpoint may hold and inference never reads: the image tower's last layer, final
-    norm, projection and text part, and a vision-language backbone."""
-    return (
-        f"{IMAGE_PREFIX}transformer.{num_image_layers - 1}.*",
-        f"{IMAGE_PREFIX}post_norm.*",
-        f"{IMAGE_PREFIX}head",
-        "action_head.image_encoder.model.log_scale",
-        "action_head.image_encoder.model.textual.*",
-        "backbone.*",
-    )
-
-
-# from tensors to modules
 
 
 def load_dit(

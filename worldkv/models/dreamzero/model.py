@@ -20,13 +20,16 @@ import torch.nn.functional as F
 from worldkv.device import HostCopy, upload
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.spec import KVSpec, Step
 from worldkv.kv.state import KVState
-from worldkv.kv.window import Window, WindowPolicy
+from worldkv.kv.window import WindowPolicy
 from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Request, Row, batches_of_alike
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
 from worldkv.models.dreamzero.inputs import check_inputs, fill_chunk, tiled_size
+from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
+from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
+from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
+from worldkv.models.dreamzero.spec import kv_spec as kv_spec
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
 from worldkv.models.graphs import GraphedCall
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
@@ -36,7 +39,6 @@ from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
 
-CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
 # the largest batch in elements, of an encoder's input and of a decoder's latents: bounds activation memory
 _MAX_ELEMENTS, _MAX_LATENTS = 1 << 24, 1 << 18
@@ -50,25 +52,6 @@ class State:
     prompt_key: str | None = None  # digest of the last prompt's tokens
     first_frame_condition: torch.Tensor | None = None  # [4 + C, latent frames, h, w], of the window's first frame
     prediction: torch.Tensor | None = None  # [C, F, h, w], what the last tick imagined
-
-
-def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset") -> KVSpec:
-    """The K/V that a model of these sizes keeps per session; needs no weights. Without guidance one branch runs."""
-    guided = config.cfg_scale != 1
-    num_frames = config.frames_per_chunk
-    draft = Step(num_frames, num_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states)
-    return KVSpec(
-        num_layers=config.dit.num_layers,
-        num_heads=config.dit.num_heads,
-        head_dim=config.dit.head_dim,
-        window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
-        branches=BRANCHES if guided else (CONDITIONAL,),
-        ticks=tuple((Step(observed, commits=True), draft) for observed in range(1, num_frames + 1)),
-        restarts=((Step(1, commits=True), draft),),
-        conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
-        entries_per_session={"text": 1, "image": 1},
-        entries_shared={"text": 1} if guided else {},  # the negative prompt
-    )
 
 
 class DreamZero:

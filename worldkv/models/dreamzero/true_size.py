@@ -17,28 +17,15 @@ from torch import nn
 
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from worldkv.models.dreamzero.checkpoint import meta_dit, needed_shapes
+from worldkv.models.dreamzero.checkpoint import meta_dit
 from worldkv.models.dreamzero.config import DreamZeroConfig
+from worldkv.models.dreamzero.layout import TRUE_SIZES as TRUE_SIZES
+from worldkv.models.dreamzero.layout import needed_shapes
 from worldkv.models.dreamzero.model import DreamZero
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.dreamzero.steps import Steps
 from worldkv.models.wan.encoders import ImageEncoder, TextEncoder, WanEncoders, WanVAE, place_position_ids
-from worldkv.models.wan.sizes import (
-    EncoderSizes,
-    ImageSizes,
-    TextSizes,
-    VAESizes,
-    build_image_encoder,
-    build_text_encoder,
-    build_vae,
-)
-
-_TEXT = TextSizes(256384, 4096, 4096, 10240, num_layers=24, num_heads=64, num_buckets=32)  # UMT5-XXL
-_IMAGE = ImageSizes(1280, 5120, num_layers=32, num_heads=16)  # CLIP ViT-H/14
-TRUE_SIZES = {
-    "i2v": EncoderSizes(VAESizes(16, 96, 96, residual=False), _TEXT, _IMAGE),
-    "ti2v": EncoderSizes(VAESizes(48, 160, 256, residual=True), _TEXT, _IMAGE),
-}
+from worldkv.models.wan.libraries import build_image_encoder, build_text_encoder, build_vae
 
 _VIEWS = {"i2v": (176, 320), "ti2v": (160, 320)}
 _SHARD_BYTES = 5_000_000_000

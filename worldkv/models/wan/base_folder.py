@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.dtypes import of_torch
 from worldkv.models.checkpoints.header import read_header
-from worldkv.models.checkpoints.tensors import Place, PthFile, Stored
+from worldkv.models.checkpoints.source import Place, Stored
 from worldkv.models.wan.names import Prefixes
 
 
@@ -59,7 +60,10 @@ def _read_part(part: _Part, prefix: str, path: Path) -> dict[str, Stored]:
     if path.suffix == ".safetensors":
         entries = {name: (shape, dtype) for name, (dtype, shape) in read_header(path).items()}
     else:
-        entries = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in PthFile(path).tensors.items()}
+        from worldkv.models.checkpoints.tensors import PthFile  # torch, which alone reads such a file
+
+        tensors = PthFile(path).tensors
+        entries = {name: (tuple(tensor.shape), of_torch(tensor.dtype)) for name, tensor in tensors.items()}
     return {
         prefix + name.removeprefix(part.strip): Stored(Place(path, name), *entry)
         for name, entry in entries.items()

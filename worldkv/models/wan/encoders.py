@@ -18,16 +18,9 @@ from torch.nn import functional as F
 from worldkv.device import upload
 from worldkv.models.checkpoints.modules import Progress, TensorReader, load_module
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
+from worldkv.models.wan.libraries import Built, build_image_encoder, build_text_encoder, build_vae
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, Prefixes
-from worldkv.models.wan.sizes import (
-    IMAGE_PIXELS,
-    Built,
-    EncoderSizes,
-    VAESizes,
-    build_image_encoder,
-    build_text_encoder,
-    build_vae,
-)
+from worldkv.models.wan.sizes import IMAGE_PIXELS, EncoderSizes, VAESizes
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worldkv.models.checkpoints.modules import TensorSource
+from worldkv.models.checkpoints.source import TensorSource
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""Where tensors lie in a checkpoint, and which part of one a module's tensor is. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from worldkv.models.checkpoints.dtypes import StoredDtype
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where a module's tensor comes from.
+
+    It is part `part` of `parts` equal ones along dimension 0 of checkpoint tensor `key`, after dropping its first
+    `squeeze` dimensions, which have size 1.
+    """
+
+    key: str
+    part: int = 0
+    parts: int = 1
+    squeeze: int = 0
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape this source has if the checkpoint's tensor has shape `stored`; None if that cannot be."""
+        kept = stored[self.squeeze :]
+        if any(size != 1 for size in stored[: self.squeeze]) or len(stored) < self.squeeze:
+            return None
+        if self.parts == 1:
+            return kept
+        return (kept[0] // self.parts, *kept[1:]) if kept and kept[0] % self.parts == 0 else None
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The inverse of `shape`: what the checkpoint must store."""
+        grown = (shape[0] * self.parts, *shape[1:]) if self.parts > 1 else shape
+        return (1,) * self.squeeze + grown
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: a file, and its name in there."""
+
+    file: Path
+    key: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    place: Place
+    shape: tuple[int, ...]
+    dtype: StoredDtype

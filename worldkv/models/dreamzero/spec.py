@@ -1,0 +1,28 @@
+"""What DreamZero keeps per session, from its sizes. Imports no torch."""
+
+from __future__ import annotations
+
+from worldkv.kv.spec import KVSpec, Step
+from worldkv.kv.window import Window, WindowPolicy
+from worldkv.models.dreamzero.config import DreamZeroConfig
+
+CONDITIONAL, UNCONDITIONAL = BRANCHES = ("conditional", "unconditional")
+
+
+def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset") -> KVSpec:
+    """What a model of these sizes keeps per session; needs no weights. Without guidance one branch runs."""
+    guided = config.cfg_scale != 1
+    num_frames = config.frames_per_chunk
+    draft = Step(num_frames, num_draft_tokens=config.dit.num_actions_per_chunk + config.dit.num_states)
+    return KVSpec(
+        num_layers=config.dit.num_layers,
+        num_heads=config.dit.num_heads,
+        head_dim=config.dit.head_dim,
+        window=Window(config.dit.frame_tokens, config.window_frames, policy=window_policy),
+        branches=BRANCHES if guided else (CONDITIONAL,),
+        ticks=tuple((Step(observed, commits=True), draft) for observed in range(1, num_frames + 1)),
+        restarts=((Step(1, commits=True), draft),),
+        conditioning={"text": config.dit.text_len, "image": config.dit.image_tokens},
+        entries_per_session={"text": 1, "image": 1},
+        entries_shared={"text": 1} if guided else {},  # the negative prompt
+    )
