@@ -22,6 +22,7 @@ from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.models.base import InputsT, ResultT, StateT, WorldModel
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
+from worldkv.models.hub import checkpoint_folder
 from worldkv.models.registry import checkpoint_module, family_of
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.robots.policy import Policy
@@ -39,12 +40,16 @@ def load_engine(
     observer: Observer | None = None,
     **options: Any,
 ) -> Engine[Any, Any, Any]:
-    """A running engine for a checkpoint folder of any known family, without a robot around it.
+    """A running engine for a checkpoint of any known family, without a robot around it.
+
+    `checkpoint`: a folder, or a repository's id on the hub, see `models.hub`.
 
     `options`: the family's own, see its `checkpoint.load`. Raises CheckpointError with everything that is wrong.
     """
     config = config or EngineConfig()
     check_name(config.attention)
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = checkpoint_folder(checkpoint)
     family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
     folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
     with _told_if_weights_do_not_fit(folder, device):
@@ -151,7 +156,7 @@ def load_policy(
     `checkpoint_embodiment`. `options`: see `models.dreamzero.checkpoint.load`.
     """
     if not isinstance(checkpoint, Checkpoint):
-        checkpoint = Checkpoint.open(checkpoint, base)
+        checkpoint = Checkpoint.open(checkpoint_folder(checkpoint), base)
     config = config or EngineConfig()
     check_name(config.attention)
     robot = checkpoint_embodiment(checkpoint, embodiment)

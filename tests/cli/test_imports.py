@@ -84,4 +84,6 @@ def test_a_folder_is_inspected_without_a_tensor(tmp_path: Path) -> None:
     for arguments in (["inspect"], ["plan", "--memory", "24"]):
         code, modules, said = imported(*arguments, str(random_checkpoint("ti2v")))
         assert code == 0, said
-        assert not modules & (set(SLOW) - {"pydantic"}), "pydantic reads the robot's file"
+        assert not modules & (set(SLOW) - {"pydantic", "safetensors"}), (
+            "these read the robot's file and try the headers"
+        )

@@ -111,6 +111,36 @@ class Exploit:
         return print, ("a pickle was run",)
 
 
+ODD_WEIGHTS: dict[str, object] = {
+    "a list": [torch.zeros(2)],
+    "names that are numbers": {5: torch.zeros(2)},
+    "a sparse tensor": {"conv1.weight": torch.zeros(2, 2).to_sparse()},
+    "no values": {"conv1.weight": torch.zeros(2, device="meta")},
+    "no tensors": {"conv1.weight": "a text"},
+    "a name that a terminal obeys": {"\x1b[2J": torch.zeros(2)},
+    "a state dict that is none": {"state_dict": {"state_dict": 5}},
+}
+
+
+@pytest.mark.parametrize("content", ODD_WEIGHTS.values(), ids=list(ODD_WEIGHTS))
+def test_a_pth_file_of_something_else_is_refused(folders: dict[str, Path], content: object) -> None:
+    path = folders["base"] / "Wan2.1_VAE.pth"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=r"Wan2\.1_VAE\.pth (cannot be read as weights only|holds no tensors)"):
+        Checkpoint.open(folders["run"], [folders["base"]])
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.5, 0.99])
+def test_a_base_that_is_cut_is_refused(folders: dict[str, Path], part: float) -> None:
+    for name in ("Wan2.1_VAE.pth", "diffusion_pytorch_model-00001-of-00002.safetensors"):
+        path = folders["base"] / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[: int(part * len(whole))])
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            Checkpoint.open(folders["run"], [folders["base"]])
+        path.write_bytes(whole)
+
+
 @pytest.mark.parametrize("content", ["a pickle that runs code", "noise", "a list"])
 def test_a_pth_file_that_is_no_weights_is_refused(
     folders: dict[str, Path], content: str, capfd: pytest.CaptureFixture[str]

@@ -47,7 +47,9 @@ def test_an_unknown_family_is_answered_with_the_known_ones() -> None:
 def test_every_family_offers_what_the_registry_asks_of_it(family: str) -> None:
     module = registry.checkpoint_module(family)
     assert isinstance(module.LOOKS_FOR, str)
+    assert all(isinstance(pattern, str) for pattern in module.FILES)
     assert callable(module.is_mine)
+    assert callable(module.from_elsewhere)
     assert callable(module.load)
 
 

@@ -38,7 +38,7 @@ def test_checkpoints_know_no_architecture_either(path: Path) -> None:
     assert not [name for name in imported(path) if name.startswith("worldkv") and not name.startswith(allowed)]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_each_family_has_files_of_the_same_names(room: str) -> None:
     names = {path.name for path in (MODELS / room).glob("*.py")}
     assert names >= {"config.py", "checkpoint.py", "model.py", "random.py"}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 from worldkv.errors import CheckpointError  # noqa: E402
 from worldkv.models.checkpoints.files import read_headers  # noqa: E402
 from worldkv.models.checkpoints.modules import check_complete, load_module, tensor_shapes  # noqa: E402
-from worldkv.models.checkpoints.tensors import Place, StoredTensors  # noqa: E402
+from worldkv.models.checkpoints.tensors import StoredTensors  # noqa: E402
 from worldkv.models.wan.base_folder import read_base  # noqa: E402
 from worldkv.models.wan.config import WanConfig  # noqa: E402
 from worldkv.models.wan.dit import WanDiT, WanRow  # noqa: E402
@@ -45,10 +45,15 @@ def golden(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tensors(folder: Path) -> StoredTensors:
     problems: list[str] = []
-    files, shapes, dtypes = read_headers(folder, problems)
+    stored = read_headers(folder, problems).tensors
     assert not problems
-    places = {name: Place(file, name) for name, file in files.items()}
-    return StoredTensors(folder=folder, shapes=shapes, dtypes=dtypes, places=places, adapters={})
+    return StoredTensors(
+        folder=folder,
+        shapes={name: tensor.shape for name, tensor in stored.items()},
+        dtypes={name: tensor.dtype for name, tensor in stored.items()},
+        places={name: tensor.place for name, tensor in stored.items()},
+        adapters={},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,25 @@ def add_robot_and_base(group: argparse._ActionsContainer) -> None:
     )
 
 
+def fetch_repositories(arguments: argparse.Namespace) -> None:
+    """Where a checkpoint's folder is expected, `owner/name` of the hub will do: it becomes what was fetched."""
+    from worldkv.models.hub import checkpoint_folder, fetched_folder, is_repository
+
+    for name in ("checkpoint", "folder"):
+        given = getattr(arguments, name, None)
+        if given is not None and is_repository(given):
+            setattr(arguments, name, checkpoint_folder(given, tell=_tell))
+    for index, given in enumerate(getattr(arguments, "base", None) or ()):
+        if is_repository(given):
+            from worldkv.models.wan.base_folder import PATTERNS
+
+            arguments.base[index] = fetched_folder(given, PATTERNS, tell=_tell)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def add_server_address(command: argparse.ArgumentParser, default: str | None = "ws://127.0.0.1:8000") -> None:
     what = f"of the server: HOST, HOST:PORT, ws://, wss://, http:// or https:// ({default or 'none'})"
     command.add_argument("--url", default=default, metavar="URL", help=what)

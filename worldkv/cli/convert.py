@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         import yaml
 
         from worldkv.models.checkpoints.shards import compare_shards, plan_shards, write_shards
+        from worldkv.models.checkpoints.writing import write_text
         from worldkv.models.dreamzero.checkpoint import Checkpoint, check_all_tensors, needed_shapes, read_sizes
         from worldkv.models.dreamzero.folder import IMAGE_PREFIX, WORLDKV_FILE
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             compare_shards(checkpoint, shards, output, step)
     _copy_along(folder, output)
     text = _HEADER + yaml.safe_dump(described, sort_keys=False, default_flow_style=None, width=118)
-    (output / WORLDKV_FILE).write_text(text, encoding="utf-8")  # last: with it the folder is a checkpoint
+    write_text(text, output / WORLDKV_FILE)  # last: with it the folder is a checkpoint
     check_all_tensors(Checkpoint.open(output))
     before = f", {kept} kept from before" if kept else ""
     print(f"{output}: {count(len(shapes), 'tensor')} in {count(len(shards), 'shard')}{before}")
@@ -119,6 +120,7 @@ def _prepare(output: Path, num_bytes: int, planned: set[str], source: str) -> No
 
     output.mkdir(parents=True, exist_ok=True)
     known = {WORLDKV_FILE, _aside_of(output / WORLDKV_FILE).name, *_along()}
+    known |= {path.name for path in output.glob("*.partial")}  # halves that a killed run has left
     foreign = [p.name for p in output.iterdir() if not p.name.startswith("model") and p.name not in known]
     if foreign:
         raise ValueError(f"--output: {output} holds something else ({foreign[0]}); choose an empty folder")
@@ -160,9 +162,10 @@ def _along() -> tuple[str, ...]:
 
 
 def _copy_along(folder: Path, output: Path) -> None:
+    from worldkv.models.checkpoints.writing import copy_file
     from worldkv.models.wan.tokenizer import find_tokenizer
 
     found = find_tokenizer(folder)
     for source in [folder / name for name in _RECORDINGS] + [(found or folder) / name for name in _TOKENIZER]:
         if source.is_file():
-            shutil.copyfile(source, output / source.name)
+            copy_file(source, output / source.name)

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from worldkv.cli.common import fetch_repositories
 from worldkv.cli.errors import exit_code, explain, is_told
 from worldkv.cli.parser import build_parser
 from worldkv.cli.places import check_places
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verbose and arguments.command != "serve":  # which logs everything, in a form of its own
             logging.basicConfig(level=logging.INFO)
         check_places(arguments)
+        fetch_repositories(arguments)
         code: int = importlib.import_module(f"worldkv.cli.{arguments.command}").run(arguments)
         return code
     except KeyboardInterrupt as error:

@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": "From a robot's side: reach a server, check what it expects and what you send, measure, report.",
     "top": "A server's sessions and blocks in a terminal, live.",
     "film": "A running session as mp4: what it saw last beside what it expects next.",
+    "download": "Fetch a published checkpoint by its repository's id, whole and ready to serve.",
     "inspect": "Say what a checkpoint folder holds and needs, without reading its weights.",
     "verify": "Compare the paged engine with recorded outputs of the reference implementation.",
     "convert": "Write any checkpoint as one clean folder: bfloat16 shards and one readable worldkv.yaml.",

@@ -182,6 +182,7 @@ def _verify_policy(folder: Path, checkpoint: Checkpoint) -> bool:
     import torch
     from safetensors.torch import load_file
 
+    from worldkv.models.checkpoints.header import read_header
     from worldkv.models.dreamzero.verify import relative_error
     from worldkv.robots.of_checkpoint import checkpoint_embodiment
     from worldkv.robots.tiling import tile_views
@@ -190,6 +191,7 @@ def _verify_policy(folder: Path, checkpoint: Checkpoint) -> bool:
     path = folder / "policy.safetensors"
     if not path.is_file():
         return True
+    read_header(path)  # raises, and says what is wrong with the file
     recorded = {name: tensor.numpy() for name, tensor in load_file(path).items()}
     embodiment = checkpoint_embodiment(checkpoint)
     views = [prepare_view(recorded[f"camera.{camera.name}"], embodiment) for camera in embodiment.cameras]

@@ -1,7 +1,8 @@
 """Families of world models by name, each imported only when it is asked for.
 
 A family's `checkpoint` module offers `LOOKS_FOR` (what it knows its folders by, in words), `is_mine(folder)` and
-`load(folder, *, device, dtype, ...)`, which returns a WorldModel.
+`load(folder, *, device, dtype, ...)`, which returns a WorldModel. For checkpoints that are fetched, see `models.hub`:
+`FILES` (globs of what it reads), `from_elsewhere(folder)` (where in it another repository's files belong, and which).
 """
 
 from __future__ import annotations

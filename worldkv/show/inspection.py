@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from worldkv.errors import CheckpointError
-from worldkv.models.checkpoints.dtypes import StoredDtype
-from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_headers
+from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Headers, read_headers
+from worldkv.models.checkpoints.source import Stored
+from worldkv.models.checkpoints.words import one_line
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import WORLDKV_FILE, Description, describe, expect_checkpoint_folder
 from worldkv.models.dreamzero.spec import kv_spec
-from worldkv.models.dreamzero.survey import Survey, check_all_tensors
-from worldkv.models.wan.tokenizer import find_tokenizer
+from worldkv.models.dreamzero.survey import Survey, check_all_tensors, read_sizes
+from worldkv.models.wan.tokenizer import find_tokenizer, load_tokenizer
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.show.terminal import size_text, spinner
 from worldkv.words import count
@@ -55,8 +56,8 @@ def inspect_folder(folder: Path, base: Sequence[Path], embodiment: str | None, b
         _show_cache(described.config, block_size)
         _show_embodiments(described, embodiment, problems)
     _show_tokenizer(folder)
-    with spinner("checking every tensor's name and shape"):
-        problems.of(lambda: _check_tensors(folder, base))
+    with spinner("checking every tensor's name and shape, and the tokenizer"):
+        problems.of(lambda: _check_content(folder, base))
     return problems.report()
 
 
@@ -75,7 +76,7 @@ class _Problems:
             return None
 
     def report(self) -> bool:
-        lines = [line.strip() for text in self.texts for line in text.splitlines()]
+        lines = [one_line(line) for text in self.texts for line in text.split("\n")]
         faults = list(dict.fromkeys(line for line in lines if line and not line.endswith(":")))  # no headlines
         print()
         if not faults:
@@ -94,29 +95,28 @@ def _heading(text: str) -> None:
 def _show_weights(folder: Path, problems: _Problems) -> None:
     """Parts, tensors, numbers and bytes, from the headers of the files that can be read."""
     found: list[str] = []
-    files, shapes, dtypes = problems.of(lambda: read_headers(folder, found)) or ({}, {}, {})
+    headers = problems.of(lambda: read_headers(folder, found)) or Headers({})
     problems.texts += found
-    _heading(f"weights    {count(len(shapes), 'tensor')} in {count(len(set(files.values())), 'file')}")
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in shapes:
+    num_tensors = count(len(headers.tensors), "tensor")
+    _heading(f"weights    {num_tensors} in {count(headers.num_files, 'file')}")
+    groups: dict[str, list[Stored]] = defaultdict(list)
+    for name, stored in headers.tensors.items():
         part = next((label for prefix, label in _PARTS.items() if name.startswith(prefix)), "something else")
-        groups[part].append(name)
+        groups[part].append(stored)
     for part in (*_PARTS.values(), "something else"):
         if part in groups:
-            print(_part_line(part, groups[part], shapes, dtypes))
+            print(_part_line(part, groups[part]))
     if len(groups) > 1:
-        print(_part_line("all", shapes, shapes, dtypes))
+        print(_part_line("all", headers.tensors.values()))
+    if headers.wrappers:
+        print(f"  saved from inside a wrapper: {' and '.join(headers.wrappers)} is dropped from the tensors' names")
 
 
-def _part_line(
-    part: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, StoredDtype]
-) -> str:
-    sizes = {name: math.prod(shapes[name]) for name in names}
-    num_bytes = sum(numbers * dtypes[name].itemsize for name, numbers in sizes.items())
-    kinds = ", ".join(sorted({str(dtypes[name]) for name in sizes}))
-    return (
-        f"  {part:<18} {len(sizes):>5} tensors {sum(sizes.values()) / 1e6:>11.3f} M {size_text(num_bytes):>11}  {kinds}"
-    )
+def _part_line(part: str, tensors: Collection[Stored]) -> str:
+    sizes = [math.prod(stored.shape) for stored in tensors]
+    num_bytes = sum(count * stored.dtype.itemsize for count, stored in zip(sizes, tensors, strict=True))
+    kinds = ", ".join(sorted({str(stored.dtype) for stored in tensors}))
+    return f"  {part:<18} {len(sizes):>5} tensors {sum(sizes) / 1e6:>11.3f} M {size_text(num_bytes):>11}  {kinds}"
 
 
 def _show_model(described: Description) -> None:
@@ -158,7 +158,7 @@ def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
 def _show_embodiments(described: Description, name: str | None, problems: _Problems) -> None:
     """Each embodiment with statistics, or the one that is asked for, and whether it can be served."""
     known = described.embodiments or described.metadata
-    _heading(f"embodiments  {', '.join(known) or 'none'}")
+    _heading(f"embodiments  {', '.join(map(one_line, known)) or 'none'}")
     each = name is None and (described.embodiments or described.conf)
     for tag in known if each else [name]:
         robot = problems.of(lambda tag=tag: checkpoint_embodiment(described, tag))  # type: ignore[misc]
@@ -180,9 +180,12 @@ def _show_tokenizer(folder: Path) -> None:
         print("recording  golden.safetensors: compare with `worldkv verify`")
 
 
-def _check_tensors(folder: Path, base: Sequence[Path]) -> None:
-    """Open the folder and compare all tensors with what the model and its encoders need."""
-    check_all_tensors(Survey.open(folder, base))
+def _check_content(folder: Path, base: Sequence[Path]) -> None:
+    """Open the folder, compare all tensors with what the model and its encoders need, and try its tokenizer."""
+    survey = Survey.open(folder, base)
+    check_all_tensors(survey)
+    if find_tokenizer(folder) is not None:
+        load_tokenizer(folder, survey.config.dit.text_len, read_sizes(survey).text.vocab_size)
 
 
 def _show(rows: Mapping[str, str]) -> None:

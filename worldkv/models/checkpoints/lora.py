@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+from worldkv.models.checkpoints.words import shown
+
 _WRAPPER, _BASE = "base_model.model.", ".base_layer."
 _ADAPTER = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])(?:\.(?P<name>\w+))?\.weight")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -60,8 +62,8 @@ def plain_names(
             problems.append(f"{name}: this kind of adapter is not known; expected lora_A and lora_B of linear layers")
         else:
             stored[plain] = name
-    if factors and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0):
-        problems.append(f"{alpha_field} must say how adapters are scaled, got {alpha!r}")
+    if factors and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6):
+        problems.append(f"{alpha_field} must say how adapters are scaled, got {shown(alpha)}")
         return stored, {}
     adapters = {}
     weights = {**base, **{name: shapes[origin] for name, origin in stored.items()}}
@@ -91,6 +93,7 @@ def _trouble(weight: str, parts: Mapping[str, str], names: set[str], weights: Sh
     if weight not in weights:
         return None  # told before, for all of them at once
     base, down, up = weights[weight], shapes[parts["A"]], shapes[parts["B"]]
-    if len(base) != 2 or len(down) != 2 or len(up) != 2 or (up[0], down[1]) != base or down[0] != up[1]:
+    fits = len(base) == len(down) == len(up) == 2 and (up[0], down[1]) == base and down[0] == up[1] > 0
+    if not fits:
         return f"{weight}: {list(base)} does not fit its adapter, B {list(up)} times A {list(down)}"
     return None

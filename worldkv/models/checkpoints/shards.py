@@ -7,20 +7,19 @@ where the first one stopped. Knows no model and no robots.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.dtypes import StoredDtype, of_torch
 from worldkv.models.checkpoints.files import INDEX_FILE
 from worldkv.models.checkpoints.header import read_header
 from worldkv.models.checkpoints.modules import Progress, TensorReader, TensorSource
+from worldkv.models.checkpoints.writing import save_tensors, write_text
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,12 @@ def write_shards(
             kept += 1
         else:
             tensors = {name: checkpoint.read(TensorSource(name)).to(dtype).contiguous().clone() for name in shard.names}
-            partial = path.with_suffix(".partial")
-            save_file(tensors, partial)
-            os.replace(partial, path)
+            save_tensors(tensors, path)
         done += sum(dtype.itemsize * torch.Size(shapes[name]).numel() for name in shard.names)
         progress(done, total)
     weight_map = {name: shard.file for shard in shards for name in shard.names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+    write_text(json.dumps(index, indent=1) + "\n", folder / INDEX_FILE)
     planned = {shard.file for shard in shards}
     for path in folder.glob("model-*"):  # shards of another size, and halves
         if path.name not in planned:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.dtypes import StoredDtype
 from worldkv.models.checkpoints.lora import Adapter
 from worldkv.models.checkpoints.source import Place as Place
 from worldkv.models.checkpoints.source import TensorSource
+from worldkv.models.checkpoints.words import one_line
 
 
 class PthFile:
@@ -24,9 +25,13 @@ class PthFile:
         try:
             value = self._read(path)
         except Exception as error:  # whatever a broken file makes of itself inside torch
-            reason = str(error).split("\n")[0]
+            reason = one_line(str(error).split("\n")[0]) or type(error).__name__
             raise CheckpointError(f"{path.name} cannot be read as weights only: {reason}") from error
-        self.tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
+        self.tensors = {
+            name: tensor
+            for name, tensor in value.items()
+            if isinstance(name, str) and name.isprintable() and _is_plain(tensor)
+        }
         if not self.tensors:
             raise CheckpointError(f"{path.name} holds no tensors by name")
 
@@ -82,7 +87,11 @@ class StoredTensors:
         return part
 
     def _as_stored(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(name).get_tensor(self.places[name].key)
+        handle = self._handle(name)
+        try:
+            tensor: torch.Tensor = handle.get_tensor(self.places[name].key)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.places[name].file}: {name} cannot be read: {one_line(error)}") from error
         return tensor
 
     def _handle(self, name: str) -> Any:
@@ -90,6 +99,22 @@ class StoredTensors:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
         path = self.places[name].file
         if path not in self._handles:
-            is_pth = path.suffix == ".pth"
-            self._handles[path] = PthFile(path) if is_pth else safe_open(path, framework="pt", device="cpu")
+            self._handles[path] = PthFile(path) if path.suffix == ".pth" else _open(path)
         return self._handles[path]
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    """A tensor of numbers in memory, as weights are: not sparse, quantised or without values."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError, RuntimeError) as error:  # changed since its header was read, or no room to map it
+        raise CheckpointError(f"{path} cannot be opened: {one_line(error)}") from error

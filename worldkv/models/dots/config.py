@@ -7,8 +7,10 @@ from pathlib import Path
 
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.files import CONFIG_FILE, read_json
+from worldkv.models.checkpoints.words import shown
 
 MODEL_TYPE = "dots"
+_MAX_SIZE = 2**12  # a toy's
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,10 @@ class DotsConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is not int or value < 1:
-                raise CheckpointError(f"{CONFIG_FILE}: {field.name}: expected a number of at least 1, got {value!r}")
+            if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+                raise CheckpointError(
+                    f"{CONFIG_FILE}: {field.name}: expected a number from 1 to {_MAX_SIZE}, got {shown(value)}"
+                )
         if self.dim % self.num_heads:
             raise CheckpointError(f"{CONFIG_FILE}: dim: expected a multiple of num_heads, got {self.dim}")
 

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from worldkv.models.checkpoints.files import CONFIG_FILE
+from worldkv.models.checkpoints.writing import save_tensors, write_text
 from worldkv.models.dots.checkpoint import WEIGHTS_FILE
 from worldkv.models.dots.config import MODEL_TYPE, DotsConfig
 from worldkv.models.dots.model import Dots
@@ -20,6 +20,6 @@ def write_random_dots(folder: Path | str, config: DotsConfig | None = None, seed
     folder, config = Path(folder), config or DotsConfig()
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    (folder / CONFIG_FILE).write_text(json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=1))
-    save_file(dict(Dots(config).state_dict()), folder / WEIGHTS_FILE)
+    write_text(json.dumps({"model_type": MODEL_TYPE, **asdict(config)}, indent=1), folder / CONFIG_FILE)
+    save_tensors(dict(Dots(config).state_dict()), folder / WEIGHTS_FILE)
     return folder

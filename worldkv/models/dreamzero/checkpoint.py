@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from worldkv.kv.window import WindowPolicy
-from worldkv.models.checkpoints.files import CONFIG_FILE, read_json
+from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 from worldkv.models.checkpoints.modules import load_module
 from worldkv.models.checkpoints.tensors import StoredTensors
 from worldkv.models.dreamzero.config import DiTConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT
-from worldkv.models.dreamzero.folder import DIT_PREFIX, PREFIXES, WORLDKV_FILE
+from worldkv.models.dreamzero.folder import CONF_FILE, DIT_PREFIX, METADATA_FILE, PREFIXES, WORLDKV_FILE, describe
 from worldkv.models.dreamzero.layout import needed_shapes as needed_shapes
 from worldkv.models.dreamzero.prompts import NEGATIVE_PROMPT
 from worldkv.models.dreamzero.steps import Steps
@@ -29,11 +29,24 @@ from worldkv.models.wan import encoders
 from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
-from worldkv.models.wan.tokenizer import Tokenizer, Tokens, load_tokenizer
+from worldkv.models.wan.tokenizer import (
+    TOKENIZER_FILES,
+    TOKENIZER_FOLDERS,
+    TOKENIZER_REPOSITORY,
+    Tokenizer,
+    Tokens,
+    find_tokenizer,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.model import DreamZero
 
+FILES = (  # globs of what is read of a repository
+    *(CONFIG_FILE, WORLDKV_FILE, CONF_FILE, METADATA_FILE, INDEX_FILE),
+    *(SINGLE_FILE, "model-*.safetensors"),
+    *(f"{folder}/{file}".removeprefix("/") for folder in TOKENIZER_FOLDERS for file in TOKENIZER_FILES),
+)
 LOOKS_FOR = f"{CONFIG_FILE} with action_head_cfg, or {WORLDKV_FILE}"
 Progress = Callable[[int, int], None]  # bytes read, bytes in all; restarts for each part
 
@@ -43,6 +56,13 @@ def is_mine(folder: Path) -> bool:
     if (folder / WORLDKV_FILE).is_file():
         return True
     return (folder / CONFIG_FILE).is_file() and "action_head_cfg" in read_json(folder / CONFIG_FILE)
+
+
+def from_elsewhere(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What a published checkpoint leaves to another repository: where it goes, the repository, its files."""
+    if find_tokenizer(folder) is not None or describe(folder, []).random_weights:
+        return {}
+    return {TOKENIZER_FOLDERS[-1]: (TOKENIZER_REPOSITORY, TOKENIZER_FILES)}
 
 
 @dataclass(frozen=True, kw_only=True)

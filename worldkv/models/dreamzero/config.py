@@ -12,8 +12,11 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from worldkv.errors import CheckpointError
-from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE, WanConfig
+from worldkv.models.checkpoints.words import one_line, shown
+from worldkv.models.wan.config import MAX_SIZE, VAE_TEMPORAL_STRIDE, WanConfig, expect_ranges
 
+# Some fifty times what DreamZero has. Beyond them a description is damaged, and what follows from it takes for ever.
+_MAX_WINDOW_FRAMES, _MAX_WINDOW_TOKENS, _MAX_DRAFT_TOKENS = 513, 2**19, 2**13
 _UNLIMITED_WINDOW_FRAMES = 21  # what the reference attends to when max_chunk_size is -1
 _HEAD = "action_head_cfg.config"
 _DIT = f"{_HEAD}.diffusion_model_cfg"
@@ -58,13 +61,30 @@ class DreamZeroConfig:
     seed: int = 1140
 
     def __post_init__(self) -> None:
+        expect_ranges(self, "config.json: ")
+        if self.max_chunk_size == 0:
+            raise CheckpointError(f"config.json: {_DIT}.max_chunk_size must be positive or -1, got 0")
+        tokens = self.window_frames * self.dit.frame_tokens
+        if self.window_frames > _MAX_WINDOW_FRAMES or tokens > _MAX_WINDOW_TOKENS:
+            raise CheckpointError(
+                f"config.json: {_DIT}.max_chunk_size ({self.max_chunk_size}), num_frame_per_block "
+                f"({self.frames_per_chunk}) and frame_seqlen ({self.dit.frame_tokens}) make a window of "
+                f"{self.window_frames} frames and {tokens} tokens; no model has more than {_MAX_WINDOW_FRAMES} and "
+                f"{_MAX_WINDOW_TOKENS}"
+            )
+        if self.frames_per_chunk >= self.window_frames:
+            raise CheckpointError(
+                f"config.json: {_DIT}.num_frame_per_block ({self.frames_per_chunk}) must be less than the "
+                f"{self.window_frames} frames of the window"
+            )
+        if self.dit.num_actions_per_chunk + self.dit.num_states > _MAX_DRAFT_TOKENS:
+            raise CheckpointError(
+                f"config.json: {_DIT}.num_action_per_block ({self.dit.num_actions_per_chunk}) and num_state_per_block "
+                f"({self.dit.num_states}) must be {_MAX_DRAFT_TOKENS} together at most"
+            )
         if self.num_frames % VAE_TEMPORAL_STRIDE != 1:
             raise CheckpointError(
                 f"config.json: {_HEAD}.num_frames must be 1 more than a multiple of 4, got {self.num_frames}"
-            )
-        if self.max_chunk_size != -1 and self.max_chunk_size < 1:
-            raise CheckpointError(
-                f"config.json: {_DIT}.max_chunk_size must be positive or -1, got {self.max_chunk_size}"
             )
         if self.action_horizon != self.dit.num_actions_per_chunk:
             raise CheckpointError(
@@ -109,7 +129,9 @@ class DreamZeroConfig:
         """The inverse of `to_plain`. Raises CheckpointError that names `origin` and the field."""
         values = _checked(cls, plain, f"{origin}: model")
         dit = _checked(DiTConfig, values.pop("dit"), f"{origin}: model.dit")
-        return cls(DiTConfig(**dit | {"patch_size": tuple(dit.get("patch_size", (1, 2, 2)))}), **values)
+        if dit.pop("patch_size", [1, 2, 2]) != [1, 2, 2]:
+            raise CheckpointError(f"{origin}: model.dit.patch_size: expected [1, 2, 2]")
+        return cls(DiTConfig(**dit), **values)
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> DreamZeroConfig:
@@ -202,22 +224,28 @@ def dreamzero_5b() -> DreamZeroConfig:
     )
 
 
-_PLAIN_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+_PLAIN_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
 
 
 def _checked(kind: type, plain: object, where: str) -> dict[str, Any]:
     """`plain`, if it is a mapping with the fields of `kind` and their defaults' types."""
     if not isinstance(plain, dict):
-        raise CheckpointError(f"{where}: expected a mapping, got {plain!r}")
+        raise CheckpointError(f"{where}: expected a mapping, got {shown(plain)}")
     known = {field.name: field for field in fields(kind)}
-    if unknown := sorted(plain.keys() - known.keys()):
-        raise CheckpointError(f"{where}: {', '.join(unknown)} is not known; known are {', '.join(known)}")
+    if unknown := sorted(one_line(name) for name in plain.keys() - known.keys()):
+        raise CheckpointError(f"{where}: {', '.join(unknown[:5])} is not known; known are {', '.join(known)}")
     for name, spec in known.items():
         if name not in plain and spec.default is MISSING:
             raise CheckpointError(f"{where}.{name} is missing")
         value, expected = plain.get(name), _PLAIN_TYPES.get(str(spec.type))
         if name in plain and expected is not None and type(value) not in expected:
-            raise CheckpointError(f"{where}.{name}: expected {spec.type}, got {value!r}")
+            raise CheckpointError(f"{where}.{name}: expected {spec.type}, got {shown(value)}")
     return dict(plain)
 
 
@@ -226,7 +254,7 @@ class _Fields:
 
     def __init__(self, values: object, prefix: str) -> None:
         if not isinstance(values, Mapping):
-            raise CheckpointError(f"config.json: {prefix or 'the file'} must be an object, got {values!r}")
+            raise CheckpointError(f"config.json: {prefix or 'the file'} must be an object, got {shown(values)}")
         self._values, self._prefix = values, prefix
 
     def __contains__(self, key: str) -> bool:
@@ -248,20 +276,22 @@ class _Fields:
     def text(self, key: str) -> str:
         value = self.get(key)
         if not isinstance(value, str):
-            raise CheckpointError(f"config.json: {self.path(key)} must be a string, got {value!r}")
+            raise CheckpointError(f"config.json: {self.path(key)} must be a string, got {shown(value)}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {self.path(key)} must be true or false, got {value!r}")
+            raise CheckpointError(f"config.json: {self.path(key)} must be true or false, got {shown(value)}")
         return value
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_SIZE:
             wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
-            raise CheckpointError(f"config.json: {self.path(key)} must be {wanted}, got {value!r}")
+            if type(value) is int and value > MAX_SIZE:
+                wanted += f", at most {MAX_SIZE}"
+            raise CheckpointError(f"config.json: {self.path(key)} must be {wanted}, got {shown(value)}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
@@ -270,5 +300,5 @@ class _Fields:
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-            raise CheckpointError(f"config.json: {self.path(key)} must be a positive number, got {value!r}")
+            raise CheckpointError(f"config.json: {self.path(key)} must be a positive number, got {shown(value)}")
         return float(value)

@@ -5,7 +5,6 @@ Problems are collected as lines of text, so that one error can name them all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +19,18 @@ from worldkv.models.checkpoints.files import (
     read_yaml,
     what_it_looks_like,
 )
+from worldkv.models.checkpoints.words import one_line, shown
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.wan.base_folder import looks_like_base
 from worldkv.models.wan.names import Prefixes
+from worldkv.models.wan.sizes import numbers_under
 
 DIT_PREFIX = "action_head.model."
 IMAGE_PREFIX = "action_head.image_encoder.model.visual."
 PREFIXES = Prefixes(dit=DIT_PREFIX, vae="action_head.vae.model.", text="action_head.text_encoder.", image=IMAGE_PREFIX)
 CONF_FILE = "experiment_cfg/conf.yaml"
 METADATA_FILE = "experiment_cfg/metadata.json"
+_MAX_PIXELS = 2**16
 WORLDKV_FILE = "worldkv.yaml"  # of a converted folder: the model and its robots, in place of config.json and those
 RANDOM_WEIGHTS_KEY = "worldkv_random_weights"  # in config.json of folders that random_checkpoint wrote
 
@@ -52,7 +54,9 @@ def describe(folder: Path, problems: list[str]) -> Description:
         config = DreamZeroConfig.from_plain(said.get("model"), WORLDKV_FILE)
         embodiments = said.get("embodiments")
         if not isinstance(embodiments, dict) or not embodiments:
-            raise CheckpointError(f"{WORLDKV_FILE}: embodiments: expected robots by their tags, got {embodiments!r}")
+            raise CheckpointError(
+                f"{WORLDKV_FILE}: embodiments: expected robots by their tags, got {shown(embodiments)}"
+            )
         return Description(config, {}, {}, embodiments, None, bool(said.get("random_weights")))
     raw = read_json(folder / CONFIG_FILE)
     return Description(
@@ -128,12 +132,15 @@ def contradictions(
             problems.append(f"missing: {tensor}")
         elif len(shape) <= dimension or shape[dimension] != said:
             problems.append(f"config.json says {name} {said}, but {tensor} is {list(shape)}")
-    if f"{DIT_PREFIX}img_emb.proj.0.weight" not in shapes:
-        problems.append(f"missing: {DIT_PREFIX}img_emb.proj.0.weight")
-    block = re.compile(re.escape(DIT_PREFIX) + r"blocks\.(\d+)\.")
-    num_layers = 1 + max((int(found[1]) for name in shapes if (found := block.match(name))), default=-1)
-    if num_layers != config.dit.num_layers:
-        problems.append(f"config.json says num_layers {config.dit.num_layers}, the tensors have {num_layers} blocks")
+    image = f"{DIT_PREFIX}img_emb.proj.0.weight"
+    if image not in shapes:
+        problems.append(f"missing: {image}")
+    elif not shapes[image] or 0 in shapes[image]:
+        problems.append(f"shape: {image} is {list(shapes[image])}")
+    blocks = numbers_under(f"{DIT_PREFIX}blocks.", shapes)
+    if blocks != set(range(config.dit.num_layers)):
+        found = f"{len(blocks)} blocks" if len(blocks) != config.dit.num_layers else f"block {max(blocks)}"
+        problems.append(f"config.json says num_layers {config.dit.num_layers}, the tensors have {found}")
     return list(dict.fromkeys(problems)) + _image_contradictions(config, conf)
 
 
@@ -142,13 +149,8 @@ def _image_contradictions(config: DreamZeroConfig, conf: Mapping[str, Any]) -> l
     sizes: dict[str, tuple[int, int]] = {}  # where it is said -> height, width
     if config.target_video_height and config.target_video_width:
         sizes["config.json's target_video"] = (config.target_video_height, config.target_video_width)
-    elif isinstance(conf.get("transforms"), dict):
-        for tag, group in conf["transforms"].items():
-            steps = group.get("transforms", []) if isinstance(group, dict) else []
-            for step in steps:
-                if str(step.get("_target_", "")).endswith(".VideoResize") and "height" in step and "width" in step:
-                    tiles = 2 if len(step.get("apply_to", [])) != 1 else 1  # several views make a 2 x 2 tiling
-                    sizes[f"conf.yaml's {tag}"] = (step["height"] * tiles, step["width"] * tiles)
+    else:
+        sizes = _tiled_sizes(conf.get("transforms"))
     stride, (_, patch_height, patch_width) = config.dit.pixel_stride, config.dit.patch_size
     tokens = {
         f"{origin} image of {height} x {width} pixels": (height // stride // patch_height)
@@ -159,3 +161,21 @@ def _image_contradictions(config: DreamZeroConfig, conf: Mapping[str, Any]) -> l
         return []
     made = ", ".join(f"{count} tokens for {image}" for image, count in tokens.items())
     return [f"config.json says frame_seqlen {config.dit.frame_tokens}, but the image size makes {made}"]
+
+
+def _tiled_sizes(transforms: object) -> dict[str, tuple[int, int]]:
+    """Whose -> height and width of the tiled image, by conf.yaml's transforms. What is no resizing is passed over:
+    reading a robot's transforms, and refusing them, is not done here."""
+    sizes = {}
+    for tag, group in transforms.items() if isinstance(transforms, dict) else ():
+        steps = group.get("transforms") if isinstance(group, dict) else None
+        for step in steps if isinstance(steps, list) else ():
+            if not isinstance(step, dict) or not str(step.get("_target_", "")).endswith(".VideoResize"):
+                continue
+            height, width, views = (step.get(name) for name in ("height", "width", "apply_to"))
+            if not (isinstance(height, int) and isinstance(width, int)):
+                continue
+            tiles = 1 if isinstance(views, list) and len(views) == 1 else 2  # several views: a 2 x 2 tiling
+            if 0 < height <= _MAX_PIXELS and 0 < width <= _MAX_PIXELS:
+                sizes[f"conf.yaml's {one_line(tag)}"] = (height * tiles, width * tiles)
+    return sizes

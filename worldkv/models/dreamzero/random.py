@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from worldkv.models.checkpoints.writing import save_tensors, write_text
 from worldkv.models.dreamzero.checkpoint import needed_shapes
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import CONF_FILE, IMAGE_PREFIX, METADATA_FILE, RANDOM_WEIGHTS_KEY
@@ -91,10 +91,10 @@ def write_random_checkpoint(
     shapes |= _stored_for_nobody(shapes, sizes_of_encoders)
 
     (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
-    (folder / CONF_FILE).write_text(json.dumps(_conf(chosen), indent=1) + "\n")  # JSON is YAML
-    (folder / METADATA_FILE).write_text(json.dumps(_metadata(), indent=1) + "\n")
+    write_text(json.dumps(_conf(chosen), indent=1) + "\n", folder / CONF_FILE)  # JSON is YAML
+    write_text(json.dumps(_metadata(), indent=1) + "\n", folder / METADATA_FILE)
     _write_tensors(folder, _random_tensors(shapes, seed), sharded)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
+    write_text(json.dumps(config, indent=1) + "\n", folder / CONFIG_FILE)
     return folder
 
 
@@ -229,18 +229,18 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], sharded: bool) -> None:
     about = {"notice": NOTICE}  # one entry: safetensors does not keep the order of several, and bytes must repeat
     if not sharded:
-        save_file(tensors, folder / SINGLE_FILE, metadata=about)
+        save_tensors(tensors, folder / SINGLE_FILE, about)
         return
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for index in range(_NUM_SHARDS):
         part = names[index * len(names) // _NUM_SHARDS : (index + 1) * len(names) // _NUM_SHARDS]
         file = f"model-{index + 1:05d}-of-{_NUM_SHARDS:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file, metadata=about)
+        save_tensors({name: tensors[name] for name in part}, folder / file, about)
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
     index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index_file, indent=1) + "\n")
+    write_text(json.dumps(index_file, indent=1) + "\n", folder / INDEX_FILE)
 
 
 # Made-up statistics of a Franka arm on a table, the real robot's order of magnitude: 1 % and 99 % quantiles.

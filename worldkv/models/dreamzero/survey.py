@@ -59,20 +59,17 @@ class Survey:
         expect_checkpoint_folder(folder)
         problems: list[str] = []
         described = describe(folder, problems)
-        files, shapes, dtypes = read_headers(folder, problems)
-        from_base = read_base(map(Path, base), PREFIXES)
-        names: Mapping[str, str] = {name: name for name in shapes}
+        tensors = read_base(map(Path, base), PREFIXES)
+        from_base = {name: stored.shape for name, stored in tensors.items()}
+        own = read_headers(folder, problems).tensors
+        own_shapes = {name: stored.shape for name, stored in own.items()}
+        names: Mapping[str, str] = {name: name for name in own}
         adapters: dict[str, Adapter] = {}
-        if is_lora(shapes):
-            beside = {name: stored.shape for name, stored in from_base.items()}
-            names, adapters = plain_names(shapes, described.lora_alpha, problems, beside, _LORA_ALPHA)
-        places = {name: Place(files[name], name) for name in shapes}
-        places |= {name: Place(files[stored], stored) for name, stored in names.items()}
-        shapes = {name: shapes[stored] for name, stored in names.items()}
-        dtypes = {name: dtypes[stored] for name, stored in names.items()}
-        for name in from_base.keys() - shapes.keys():
-            stored = from_base[name]
-            places[name], shapes[name], dtypes[name] = stored.place, stored.shape, stored.dtype
+        if is_lora(own_shapes):
+            names, adapters = plain_names(own_shapes, described.lora_alpha, problems, from_base, _LORA_ALPHA)
+        tensors |= {name: own[stored] for name, stored in names.items()}
+        shapes = {name: stored.shape for name, stored in tensors.items()}
+        places = {name: stored.place for name, stored in (*own.items(), *tensors.items())}
         config = described.config
         if not problems:
             problems += contradictions(config, shapes, described.conf)
@@ -81,7 +78,7 @@ class Survey:
         return cls(
             folder=folder,
             shapes=shapes,
-            dtypes=dtypes,
+            dtypes={name: stored.dtype for name, stored in tensors.items()},
             places=places,
             adapters=adapters,
             config=replace(config, dit=replace(config.dit, image_dim=image_dim)),

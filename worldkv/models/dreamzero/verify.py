@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from worldkv.errors import CheckpointError
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, Request
+from worldkv.models.checkpoints.words import one_line
 from worldkv.models.dreamzero.model import BRANCHES, CONDITIONAL, DreamZero
 from worldkv.models.dreamzero.steps import FIXED_STEPS, Steps
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD
@@ -53,8 +54,10 @@ class GoldenRecording:
                 )
         try:
             golden, calls = load_file(folder / "golden.safetensors"), json.loads((folder / "calls.json").read_text())
-        except (SafetensorError, json.JSONDecodeError) as error:
-            raise CheckpointError(f"{folder}: the recording cannot be read: {error}") from error
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{folder}: the recording cannot be read: {one_line(error)}") from error
+        if not isinstance(calls, dict):
+            raise CheckpointError(f"{folder}: calls.json must hold a JSON object, got {type(calls).__name__}")
         missing = [name for name in _CALLS_FIELDS if name not in calls]
         missing += [name for name in _needed_names(calls) if name not in golden] if not missing else []
         if missing:

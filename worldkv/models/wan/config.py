@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.words import shown
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+MAX_SIZE = 2**20  # of any size in a description; products of a few still fit 64 bits
 VAE_TEMPORAL_STRIDE = 4  # RGB frames per latent frame after the first, which stands alone
+
+_LEAST = {"image_tokens": 0, "seed": 0, "max_chunk_size": -1, "num_states": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ class WanConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        expect_ranges(self, self.origin)
         self._expect_one_of("model_type", self.model_type, self.model_types)
         self._expect_one_of("out_dim (channels of a video latent)", self.out_dim, (16, 48))
         # even: rotary embedding turns pairs of elements
@@ -55,7 +63,9 @@ class WanConfig:
 
     def _expect_one_of(self, field: str, value: object, allowed: tuple[object, ...]) -> None:
         if value not in allowed:
-            raise CheckpointError(f"{self.origin}{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+            raise CheckpointError(
+                f"{self.origin}{field} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -70,3 +80,13 @@ class WanConfig:
     def pixel_stride(self) -> int:
         """Pixels per latent row or column: 8 for the Wan 2.1 VAE, 16 for the Wan 2.2 VAE."""
         return 8 if self.out_dim == 16 else 16
+
+
+def expect_ranges(config: DataclassInstance, origin: str) -> None:
+    """Raises CheckpointError for a number that no model has. Where 0 or -1 mean something, they pass."""
+    for field in fields(config):
+        value, least = getattr(config, field.name), _LEAST.get(field.name, 1)
+        if field.type in ("int", "int | None") and value is not None and not least <= value <= MAX_SIZE:
+            raise CheckpointError(f"{origin}{field.name} must lie in {least} to {MAX_SIZE}, got {shown(value)}")
+        if field.type == "float" and not 0 <= value <= MAX_SIZE:
+            raise CheckpointError(f"{origin}{field.name} must be a number from 0 to {MAX_SIZE}, got {shown(value)}")

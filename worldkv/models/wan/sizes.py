@@ -7,7 +7,7 @@ head count, which no shape shows. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from worldkv.errors import CheckpointError
@@ -108,6 +108,12 @@ def read_sizes(checkpoint: Shaped, prefixes: Prefixes, image_num_heads: int = 16
     return EncoderSizes(vae, text, image)
 
 
+def numbers_under(prefix: str, names: Iterable[str]) -> set[int]:
+    """Of the layers whose tensors' names begin with `prefix`. What has too many digits for a layer is none."""
+    number = re.compile(re.escape(prefix) + r"([0-9]{1,6})\.")
+    return {int(match[1]) for name in names if (match := number.match(name))}
+
+
 class _Probe:
     """Reads sizes off shapes and remembers what it did not find."""
 
@@ -117,7 +123,7 @@ class _Probe:
 
     def size(self, name: str, dimension: int) -> int:
         shape = self._shapes.get(name)
-        if shape is None or len(shape) <= dimension:
+        if shape is None or len(shape) <= dimension or 0 in shape:
             found = "missing" if shape is None else f"shape {list(shape)}"
             self.problems.append(f"{name}: {found}")
             return 1
@@ -125,8 +131,8 @@ class _Probe:
 
     def count(self, prefix: str) -> int:
         """How many numbered layers there are under `prefix`."""
-        number = re.compile(re.escape(prefix) + r"(\d+)\.")
-        found = {int(match[1]) for name in self._shapes if (match := number.match(name))}
-        if not found:
-            self.problems.append(f"{prefix}0: missing")
-        return 1 + max(found, default=0)
+        found = numbers_under(prefix, self._shapes)
+        absent = next(index for index in range(len(found) + 1) if index not in found)
+        if absent == 0 or absent < len(found):
+            self.problems.append(f"{prefix}{absent}: missing")
+        return max(1, absent)

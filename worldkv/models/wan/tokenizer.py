@@ -20,9 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from worldkv.errors import CheckpointError
+from worldkv.models.checkpoints.words import one_line
 
-_FOLDERS = ("", "tokenizer", "google/umt5-xxl")  # where, inside a checkpoint folder, tokenizers are looked for
+TOKENIZER_FOLDERS = ("", "tokenizer", "google/umt5-xxl")  # where, inside a checkpoint folder, they are looked for
 _FILES = ("tokenizer.json", "spiece.model")
+TOKENIZER_FILES = (*_FILES, "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_REPOSITORY = "google/umt5-xxl"  # on the hub: Wan's tokenizer, and so DreamZero's
 _PAD, _END, _FIRST_BYTE = 0, 1, 3  # ids of the byte-level tokenizer; 2 is unused, as in ByT5
 _DIGEST_BYTES = 8
 
@@ -49,7 +52,7 @@ def clean_prompt(text: str) -> str:
 
 def find_tokenizer(folder: str | Path) -> Path | None:
     """Where in a checkpoint folder the tokenizer's files lie."""
-    candidates = [Path(folder) / name for name in _FOLDERS]
+    candidates = [Path(folder) / name for name in TOKENIZER_FOLDERS]
     return next((path for path in candidates if any((path / file).is_file() for file in _FILES)), None)
 
 
@@ -79,15 +82,41 @@ class HFTokenizer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 transformers = importlib.import_module("transformers")
-                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # whatever a broken file makes of itself inside transformers
-            raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-        if len(self._tokenizer) > vocab_size:
+                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                    str(folder), local_files_only=True, trust_remote_code=False
+                )
+            num_tokens = len(self._tokenizer)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # whatever a broken file makes of itself inside transformers; Rust's panics too
+            raise self._unusable(folder, "cannot be loaded", error) from error
+        if num_tokens > vocab_size:
             raise CheckpointError(
-                f"the tokenizer in {folder} has {len(self._tokenizer)} tokens, the text encoder only {vocab_size}"
+                f"the tokenizer in {folder} has {num_tokens} tokens, the text encoder only {vocab_size}"
             )
         self.text_len = text_len
         self._lock = threading.Lock()  # padding is a setting of the tokenizer, not an argument to it
+        self._try(folder, vocab_size)
+
+    def _try(self, folder: Path, vocab_size: int) -> None:
+        """A file may be loaded and still be useless: one prompt is cut before a robot sends any."""
+        try:
+            ids, mask = self.encode("put the cup on the plate")
+        except (KeyboardInterrupt, SystemExit, CheckpointError):
+            raise
+        except BaseException as error:
+            raise self._unusable(folder, "cannot cut a prompt into tokens", error) from error
+        if ids.shape != (1, self.text_len) or mask.shape != ids.shape or not mask.any():
+            raise CheckpointError(f"the tokenizer in {folder} makes {list(ids.shape)} of a prompt, or nothing of it")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            raise CheckpointError(
+                f"the tokenizer in {folder} makes tokens {int(ids.min())} to {int(ids.max())}, the text encoder knows "
+                f"0 to {vocab_size - 1}"
+            )
+
+    @staticmethod
+    def _unusable(folder: Path, what: str, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"the tokenizer in {folder} {what}: {one_line(error) or type(error).__name__}")
 
     def encode(self, text: str) -> Tokens:
         with self._lock:
