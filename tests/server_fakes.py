@@ -181,6 +181,12 @@ class FakePolicySession:
         black = ("observation/exterior_image_1_left is missing: the model sees a black view",)
         return FakeReply(actions, timings, black if second is None and self.num_ticks == 1 else ())
 
+    def describe(self) -> dict[str, Any]:
+        if self.is_closed:
+            raise SessionNotFound(f"session {self.session_id} is closed")
+        busy = self.pending is not None
+        return {"state": "live", "busy": busy, "frames_seen": self.num_ticks, "blocks": 0, "bytes_parked": 0}
+
     def reset(self) -> Future[None]:
         self._end_tick("was reset")
         self.num_resets += 1

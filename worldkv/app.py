@@ -152,10 +152,23 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
     ) -> Session[InputsT, ResultT, ReplyT]:
         """A new session that goes on from a session as it is now, or from a snapshot; no K/V is copied.
 
-        Waits for the batch under way. Raises SessionBusy during the source's tick, AdmissionRefused.
+        Waits for the source's tick in flight. Raises AdmissionRefused.
         """
-        parent, origin = (source.handle, source.session_id) if isinstance(source, Session) else (source, "a snapshot")
-        return self._session(self.engine.fork(parent, session_id or uuid.uuid4().hex), forked_from=origin)
+        parent = source.handle if isinstance(source, Session) else source
+        return self.forked(self.engine.fork(parent, session_id or uuid.uuid4().hex), source)
+
+    def begin_fork(
+        self, source: Session[InputsT, ResultT, ReplyT] | SnapshotHandle, session_id: str | None = None
+    ) -> Future[SessionHandle]:
+        """For those who cannot wait: `forked` makes a session of what it brings. Cancelling it gives up the wait."""
+        parent = source.handle if isinstance(source, Session) else source
+        return self.engine.begin_fork(parent, session_id or uuid.uuid4().hex)
+
+    def forked(
+        self, handle: SessionHandle, source: Session[InputsT, ResultT, ReplyT] | SnapshotHandle
+    ) -> Session[InputsT, ResultT, ReplyT]:
+        """The session that was forked from `source`."""
+        return self._session(handle, forked_from=source.session_id if isinstance(source, Session) else "a snapshot")
 
     def release(self, snapshot: SnapshotHandle) -> None:
         """Give a snapshot's references back; safe twice."""
@@ -208,16 +221,22 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
         EngineStopped. The rest arrives in the future: BadRequest, SessionBusy, SessionNotFound, SessionEnded (reset or
         closed meanwhile), the engine's errors.
         """
+        return self._submit(inputs, deadline)
+
+    def _submit(
+        self, inputs: InputsT, deadline: float | None = None, *, waits_its_turn: bool = False
+    ) -> Future[ReplyT]:
         answer: Future[ReplyT] = Future()
         answer.set_running_or_notify_cancel()  # a caller cannot cancel; reset and close do
-        submitted = self._engine.submit(self.handle, inputs, deadline)
+        submitted = self._engine.submit(self.handle, inputs, deadline, waits_its_turn=waits_its_turn)
         submitted.add_done_callback(lambda done: self._answer(done, answer))
         return answer
 
     def imagine(self, noise_seed: int | None = None) -> Future[ReplyT]:
         """A tick without a client: the future that the last one predicted is taken for observed, and the next one
-        imagined. Raises like `infer`; BadRequest where nothing was observed yet."""
-        return self.infer(self._app.imagined(noise_seed))
+        imagined. It waits for a tick in flight, and a client's next one waits for it. Raises like `infer`; BadRequest
+        where nothing was observed yet."""
+        return self._submit(self._app.imagined(noise_seed), waits_its_turn=True)
 
     def reset(self) -> Future[None]:
         """Forget the history; the next tick starts a new window. A tick in flight ends with SessionEnded. Whatever is
@@ -233,24 +252,37 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
         return done
 
     def snapshot(self) -> SnapshotHandle:
-        """Freeze the session between two ticks. Waits for the batch under way.
-
-        Raises SessionBusy during a tick, AdmissionRefused.
-        """
+        """Freeze the session between two ticks. Waits for the one in flight. Raises AdmissionRefused."""
         return self._engine.snapshot(self.handle)
+
+    def begin_snapshot(self) -> Future[SnapshotHandle]:
+        """The same, as a future; cancelling it gives up the wait. So do those of `begin_restore`, `begin_park`
+        and `begin_resume`."""
+        return self._engine.begin_snapshot(self.handle)
 
     def restore(self, snapshot: SnapshotHandle) -> None:
         """Go back to a snapshot of this or another session. Raises like `snapshot`."""
         self._engine.restore(self.handle, snapshot)
         self._happened("restored")
 
+    def begin_restore(self, snapshot: SnapshotHandle) -> Future[None]:
+        restored = self._engine.begin_restore(self.handle, snapshot)
+        restored.add_done_callback(self._note_restored)
+        return restored
+
     def park(self) -> None:
-        """Move the session's K/V to host memory until its next tick. Raises SessionBusy during a tick."""
+        """Move the session's K/V to host memory until its next tick. Waits for the one in flight."""
         self._engine.park(self.handle)
+
+    def begin_park(self) -> Future[None]:
+        return self._engine.begin_park(self.handle)
 
     def resume(self) -> None:
         """Bring a parked session's K/V back before its next tick does. Raises AdmissionRefused."""
         self._engine.resume(self.handle)
+
+    def begin_resume(self) -> Future[None]:
+        return self._engine.begin_resume(self.handle)
 
     def describe(self) -> dict[str, Any]:
         """What people and programs are shown of a session; plain values."""
@@ -278,6 +310,10 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
             fields = {"event": "warning", "session": self.session_id}
             logger.warning("session %s: %s", self.session_id, warning, extra=fields)
         answer.set_result(reply)
+
+    def _note_restored(self, done: Future[None]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._happened("restored")
 
     def _happened(self, event: str, **details: str) -> None:
         if self.record is not None:

@@ -58,6 +58,10 @@ def test_defaults_are_those_of_the_engine_and_the_server() -> None:
         ServerConfig.port,
         ServerConfig.episode_gap_s,
     )
+    limits = (parsed.max_sessions_per_key, parsed.max_sockets_per_key, parsed.max_snapshots_per_key)
+    assert limits == (ServerConfig.max_sessions, ServerConfig.max_connections, ServerConfig.max_snapshots)
+    times = (parsed.session_grace, parsed.session_idle)
+    assert times == (ServerConfig.session_grace_s, ServerConfig.session_idle_s)
     engine = EngineConfig()
     assert (parsed.block_size, parsed.max_sessions, parsed.attention) == (
         engine.block_size,
@@ -66,7 +70,12 @@ def test_defaults_are_those_of_the_engine_and_the_server() -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve"], ["inspect"], ["verify", "x", "--unheard-of"]])
+SERVE_NO_SESSIONS = ["serve", "--checkpoint", "x", "--max-sessions-per-key", "0"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["serve"], ["inspect"], ["verify", "x", "--unheard-of"], SERVE_NO_SESSIONS]
+)
 def test_what_cannot_be_parsed_is_exit_code_2(arguments: list[str]) -> None:
     assert main(arguments) == 2
 

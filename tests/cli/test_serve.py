@@ -102,6 +102,8 @@ def test_a_server_is_stopped_when_its_user_fails(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "set --api-key"),
         (["--port", "70000"], "--port: expected a whole number of at least 0 and at most 65535, got '70000'"),
         (["--episode-gap", "-1"], "--episode-gap: expected"),
+        (["--session-grace", "-1"], "--session-grace: expected"),
+        (["--session-idle", "0"], "--session-idle: expected"),
         (["--device", "cuda:99"], "--device cuda:99"),
         (["--device", "toaster"], "'toaster'"),
         (["--max-sessions", "0"], "--max-sessions: expected"),

@@ -22,13 +22,19 @@ class Forking(FakePolicy):
         super().__init__(**k)
         self.gate = threading.Event()
         self.entered = threading.Event()
+        self.threads = ThreadPoolExecutor(4)
 
-    def fork(self, source, session_id):
+    def begin_fork(self, source, session_id):
+        def fork():
+            assert self.gate.wait(10)
+            if getattr(source, "is_closed", False):
+                raise SessionNotFound(f"session {source.session_id} is closed")
+            return FakePolicy.open_session(self, session_id)
+
         self.entered.set()
-        assert self.gate.wait(10)
-        if getattr(source, "is_closed", False):
-            raise SessionNotFound(f"session {source.session_id} is closed")
-        session = FakePolicy.open_session(self, session_id)
+        return self.threads.submit(fork)
+
+    def forked(self, session, source):
         session.source = source
         return session
 

@@ -320,7 +320,7 @@ def test_a_snapshot_that_nobody_uses_is_given_back() -> None:
         eventually(lambda: call(server, "GET", "/v1/capacity")[1]["num_sessions"] == 0)
 
 
-def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server: PolicyServer) -> None:
+def test_operations_during_a_tick_wait_for_it_and_a_reset_ends_it(server: PolicyServer) -> None:
     engine = server._service.app.engine
     executor, slowly = engine.core.executor, [True]
     run = executor.run
@@ -334,9 +334,12 @@ def test_operations_during_a_tick_are_refused_as_busy_and_a_reset_ends_it(server
         with raw_client(server.port) as ws:
             ws.send(pack(observation(0) | {"endpoint": "infer", "session_id": "busy"}))
             eventually(lambda: call(server, "GET", "/v1/sessions/busy")[1].get("busy") is True)
-            for verb, body in (("snapshot", None), ("park", None), ("fork", {})):
-                status, error = call(server, "POST", f"/v1/sessions/busy/{verb}", body)
-                assert (status, error["code"]) == (409, "session_busy")
+            status, held = call(server, "POST", "/v1/sessions/busy/snapshot")
+            assert (status, held["frames_seen"]) == (201, 1), "frozen within the tick"
+            assert call(server, "DELETE", f"/v1/snapshots/{held['snapshot_id']}")[0] == 200
+            assert isinstance(receive(ws), np.ndarray)
+            ws.send(pack(observation(1) | {"endpoint": "infer", "session_id": "busy"}))
+            eventually(lambda: call(server, "GET", "/v1/sessions/busy")[1].get("busy") is True)
             assert call(server, "POST", "/v1/sessions/busy/reset")[0] == 200
             slowly[0] = False
             assert receive(ws).startswith("session_ended: session busy was reset, during this tick")

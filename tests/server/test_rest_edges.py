@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 from server_fakes import eventually
@@ -44,7 +45,7 @@ def test_a_snapshot_released_under_a_waiting_restore_is_not_a_server_fault():
         snap = call(server, "POST", f"/v1/sessions/{sid}/snapshot")[1]["snapshot_id"]
         # DELETE's errand is queued first, as soon as restore has looked the snapshot up
         service = server._service
-        entry_restore = service.sessions.run
+        entry_restore = service.sessions.ask
         got = []
 
         async def slow(entry, function, *args):
@@ -53,7 +54,7 @@ def test_a_snapshot_released_under_a_waiting_restore_is_not_a_server_fault():
             await asyncio.sleep(0.5)
             return await entry_restore(entry, function, *args)
 
-        service.sessions.run = slow
+        service.sessions.ask = slow
         t = threading.Thread(
             target=lambda: got.append(call(server, "POST", f"/v1/sessions/{sid}/restore", {"snapshot_id": snap}))
         )
@@ -61,7 +62,7 @@ def test_a_snapshot_released_under_a_waiting_restore_is_not_a_server_fault():
         time.sleep(0.2)
         assert call(server, "DELETE", f"/v1/snapshots/{snap}")[0] == 200
         t.join()
-        service.sessions.run = entry_restore
+        service.sessions.ask = entry_restore
         assert got[0][0] == 404
 
 
@@ -83,14 +84,14 @@ def test_a_snapshot_taken_during_shutdown_is_released():
         service = server._service
         entry = service.sessions.get("a")
         entry.session.infer(observation(0)).result()
-        real = entry.session.snapshot
+        real = entry.session.begin_snapshot
 
         def slow():
-            s = real()
-            time.sleep(1.5)
-            return s
+            snapshot, late = real().result(), Future()
+            threading.Timer(1.5, late.set_result, [snapshot]).start()
+            return late
 
-        entry.session.snapshot = slow
+        entry.session.begin_snapshot = slow
         threading.Thread(target=lambda: call(server, "POST", "/v1/sessions/a/snapshot"), daemon=True).start()
         time.sleep(0.5)
         server.stop()

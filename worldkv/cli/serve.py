@@ -65,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a pause of more seconds begins a new episode (never)",
     )
+    _add_limits(parser)
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="json: one line an event (text)")
     parser.add_argument("--otlp", metavar="URL", help="OpenTelemetry collector for traces of ticks (none)")
     add_place(parser, "--record", "folder", "every session, see `worldkv replay --recording`")
@@ -72,6 +73,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--record-limit-gb", type=gigabytes, default=100.0, metavar="GB", help="record no more than that (100)"
     )
     add_engine_options(parser)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """How long sessions live, and how many of what one client may have."""
+    grace, idle = ServerConfig.session_grace_s, ServerConfig.session_idle_s
+    text = f"seconds after which a session ends that its sockets left ({grace:g})"
+    parser.add_argument("--session-grace", type=real(0), default=grace, metavar="S", help=text)
+    text = f"seconds without a request after which a session ends ({idle:g})"
+    parser.add_argument("--session-idle", type=seconds, default=idle, metavar="S", help=text)
+    for name, limit, what in (
+        ("--max-sessions-per-key", ServerConfig.max_sessions, "sessions, parked ones included"),
+        ("--max-sockets-per-key", ServerConfig.max_connections, "sockets"),
+        ("--max-snapshots-per-key", ServerConfig.max_snapshots, "snapshots"),
+    ):
+        text = f"{what} that one key may have open; without keys, all clients together ({limit})"
+        parser.add_argument(name, type=whole(1), default=limit, metavar="N", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,6 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         api_key=arguments.api_key,
         episode_gap_s=arguments.episode_gap,
+        session_grace_s=arguments.session_grace,
+        session_idle_s=arguments.session_idle,
+        max_sessions=arguments.max_sessions_per_key,
+        max_connections=arguments.max_sockets_per_key,
+        max_snapshots=arguments.max_snapshots_per_key,
     )
     require_packages("server", "uvicorn", "fastapi", "websockets")
     set_up_logging(arguments.log_format)

@@ -67,8 +67,7 @@ class Admission:
         return AdmissionRefused(
             f"no room for {what}: it needs {num_blocks} blocks, {free} of {self.num_blocks} are not "
             f"promised to others; {trouble + '; ' if trouble else ''}"
-            f"close a session, release a snapshot, or start with a larger max_sessions",
-            retry_after_ms=1000,
+            f"close a session, release a snapshot, or start with a larger max_sessions"
         )
 
     def refund(self, num_blocks: int) -> None:

@@ -105,6 +105,7 @@ class EngineCore:
         self.busy_since = time.monotonic()
         for letter in letters:
             self.operations.handle(letter)
+        self.operations.resume()  # what waited for a tick that has ended
         self.residency.settle()  # claims on room; a granted tick begins
         self.publish()
 
@@ -116,7 +117,8 @@ class EngineCore:
         self.busy_since = None
 
     def _has_work(self) -> bool:
-        return any(tick.request is not None and not tick.on_host for tick in self.ticks)
+        running = any(tick.request is not None and not tick.on_host for tick in self.ticks)
+        return running or self.operations.turns.is_somebodys
 
     def _results(self, batch: list[Tick]) -> list[object]:
         """A result for each tick, or the Exception that only this tick failed with. Committing rows become history."""

@@ -80,16 +80,23 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         return cast("SessionHandle", self._wait(self.ask(m.Open(session_id))))
 
     def submit(
-        self, session: SessionHandle, inputs: InputsT, deadline: float | None = None
+        self,
+        session: SessionHandle,
+        inputs: InputsT,
+        deadline: float | None = None,
+        *,
+        waits_its_turn: bool = False,
     ) -> Future[TickReply[ResultT]]:
         """Start a tick; the future brings its reply, or the error after which the session is as it was before.
 
         `deadline`, in seconds of time.perf_counter, moves the tick ahead of those with later ones. A parked session
-        comes back first, as soon as ticks that came earlier leave room. The future brings SessionBusy, SessionNotFound,
-        SessionEnded (reset or closed meanwhile), AdmissionRefused where no tick will leave room, ModelError, or what
-        the model raised.
+        comes back first, as soon as ticks that came earlier leave room. `waits_its_turn`: an operator's tick, which
+        waits for the one in flight where others bring SessionBusy, and which the session's own next one waits for. The
+        future brings SessionBusy, SessionNotFound, SessionEnded (reset or closed meanwhile), AdmissionRefused where no
+        tick will leave room, ModelError, or what the model raised.
         """
-        return cast("Future[TickReply[ResultT]]", self.ask(m.Submit(session, inputs, deadline)))
+        submit = m.Submit(session, inputs, deadline, waits_its_turn)
+        return cast("Future[TickReply[ResultT]]", self.ask(submit))
 
     def reset(self, session: SessionHandle) -> Future[None]:
         """Drop the session's history; a tick in flight ends with SessionEnded. Whatever is asked for later comes after
@@ -108,44 +115,62 @@ class Engine(Generic[InputsT, StateT, ResultT]):
             raise SessionNotFound(f"session {session.session_id} is closed")
         return info
 
-    # histories; these wait for the batch under way
+    # Histories. These wait until the session's tick in flight has ended, and are done in the order in which they came,
+    # before its next tick begins. `begin_...`: as a future, for those who cannot wait; cancelling it gives up the wait.
 
     def snapshot(self, session: SessionHandle) -> SnapshotHandle:
         """Freeze the session at its last commit; no K/V is copied. `release` it when it is no longer needed.
 
-        Raises SessionBusy during a tick, AdmissionRefused where the blocks it may come to hold alone do not fit.
+        Raises AdmissionRefused where the blocks it may come to hold alone do not fit.
         """
-        return cast("SnapshotHandle", self._wait(self.ask(m.TakeSnapshot(session))))
+        return self._wait(self.begin_snapshot(session))
+
+    def begin_snapshot(self, session: SessionHandle) -> Future[SnapshotHandle]:
+        return cast("Future[SnapshotHandle]", self.ask(m.TakeSnapshot(session)))
 
     def restore(self, session: SessionHandle, snapshot: SnapshotHandle) -> None:
-        """Rewind the session to a snapshot, which stays valid. Raises SessionBusy in a tick, SnapshotNotFound,
-        AdmissionRefused; then the session is as it was."""
-        self._wait(self.ask(m.Restore(session, snapshot)))
+        """Rewind the session to a snapshot, which stays valid. Raises SnapshotNotFound, AdmissionRefused; then the
+        session is as it was."""
+        self._wait(self.begin_restore(session, snapshot))
+
+    def begin_restore(self, session: SessionHandle, snapshot: SnapshotHandle) -> Future[None]:
+        return cast("Future[None]", self.ask(m.Restore(session, snapshot)))
 
     def fork(self, source: SessionHandle | SnapshotHandle, session_id: str | None = None) -> SessionHandle:
         """A new session that continues from a session's last commit, or from a snapshot; no K/V is copied.
 
         It is charged like any other, since it may come to need a full window of its own.
         """
-        return cast("SessionHandle", self._wait(self.ask(m.Fork(source, session_id))))
+        return self._wait(self.begin_fork(source, session_id))
+
+    def begin_fork(
+        self, source: SessionHandle | SnapshotHandle, session_id: str | None = None
+    ) -> Future[SessionHandle]:
+        return cast("Future[SessionHandle]", self.ask(m.Fork(source, session_id)))
 
     def release(self, snapshot: SnapshotHandle) -> Future[None]:
         """Give a snapshot's references back; safe twice. Nobody needs to wait for the future."""
         return cast("Future[None]", self._post(m.Release(snapshot)))
 
     def park(self, session: SessionHandle) -> None:
-        """Move an idle session's K/V to host memory; its next tick brings it back, bit for bit. Safe twice.
+        """Move a session's K/V to host memory; its next tick brings it back, bit for bit. Safe twice.
 
-        Raises SessionBusy, AdmissionRefused where host memory for parked sessions is full.
+        Raises AdmissionRefused where host memory for parked sessions is full.
         """
-        self._wait(self.ask(m.Park(session)))
+        self._wait(self.begin_park(session))
+
+    def begin_park(self, session: SessionHandle) -> Future[None]:
+        return cast("Future[None]", self.ask(m.Park(session)))
 
     def resume(self, session: SessionHandle) -> None:
         """Bring a parked session's K/V back before its next tick does. Safe twice.
 
         Raises AdmissionRefused where its blocks do not fit; then it stays parked.
         """
-        self._wait(self.ask(m.Resume(session)))
+        self._wait(self.begin_resume(session))
+
+    def begin_resume(self, session: SessionHandle) -> Future[None]:
+        return cast("Future[None]", self.ask(m.Resume(session)))
 
     # the whole
 
@@ -222,6 +247,11 @@ class Engine(Generic[InputsT, StateT, ResultT]):
 
     def _wait(self, answer: Future[T]) -> T:
         """Wait for the core's answer. Raises EngineStopped once the engine is stuck and cannot give one."""
+        if threading.current_thread() is self._thread and not answer.done():
+            raise RuntimeError(
+                "called on the engine's own thread (by a future's callback, or an observer), which would wait for "
+                "itself for ever: call it on another thread, or use what returns a future (submit, begin_snapshot, ...)"
+            )
         while not wait({answer}, _CHECK_S).done:
             trouble = self._trouble()
             if trouble is not None and answer.cancel():

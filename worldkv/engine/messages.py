@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,9 +25,14 @@ class Open:
 
 @dataclass(frozen=True)
 class Submit:
+    """`waits_its_turn`: an operator's, which waits for the tick in flight instead of being refused. `submitted`: in
+    seconds of time.perf_counter."""
+
     session: SessionHandle
     inputs: object
-    deadline: float | None
+    deadline: float | None = None
+    waits_its_turn: bool = False
+    submitted: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True)

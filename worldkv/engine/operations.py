@@ -1,7 +1,7 @@
 """The core's answer to each message, between two batches. Engine thread only.
 
-Operators' requests (snapshot, restore, fork, park) want a session without a tick. An operation that needs blocks, or a
-session on the device, stakes a claim and goes on when the claim is granted.
+Operators' requests (snapshot, restore, fork, park) want a session without a tick, and wait their turn. An operation
+that needs blocks, or a session on the device, stakes a claim and goes on when the claim is granted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from worldkv.engine import messages as m
 from worldkv.engine.residency import Claim
 from worldkv.engine.session import Session, SessionHandle, Snapshot, SnapshotHandle, Tick
-from worldkv.errors import BadRequest, EngineStopped, SessionBusy, SessionNotFound, SnapshotNotFound, WorldKVError
+from worldkv.engine.turns import Turns
+from worldkv.errors import BadRequest, EngineStopped, SessionEnded, SessionNotFound, SnapshotNotFound, WorldKVError
 from worldkv.models.base import Encode, Outcome, Request
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Operations:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self.turns = Turns(core.sessions)
         self._closed: dict[SessionHandle, str] = {}  # the newest ones, and why each was closed
         self._handlers: Mapping[type, Callable[..., None]] = {
             m.Open: self._open,
@@ -51,11 +53,20 @@ class Operations:
         }
 
     def handle(self, letter: m.Letter) -> None:
+        """Do what a message asks for, now or when its session's turn comes."""
+        if isinstance(letter.message, m.HostDone):
+            letter.message.function()
+        elif not self.turns.keeps(letter):
+            self._do(letter)
+
+    def resume(self) -> None:
+        """Do what waited for a tick that has ended since."""
+        for letter in self.turns.next_letters():
+            self._do(letter)
+
+    def _do(self, letter: m.Letter) -> None:
         """Run a message's operation. Its sender gets the error, should there be one."""
         message, answer = letter.message, letter.answer
-        if isinstance(message, m.HostDone):
-            message.function()
-            return
         if not answer.set_running_or_notify_cancel():
             return
         try:
@@ -108,7 +119,7 @@ class Operations:
 
     def turn_away_rest(self) -> None:
         """Answer the messages that came after the end."""
-        for letter in self._core.inbox.take(0.0):
+        for letter in [*self.turns.take_all(), *self._core.inbox.take(0.0)]:
             if isinstance(letter.message, m.HostDone):  # a copy has ended: its session can be closed
                 with suppress(Exception):
                     letter.message.function()
@@ -166,12 +177,17 @@ class Operations:
         core.residency.claims.append(Claim("another session", num_blocks, granted, refused, keep=kept))
 
     def _submit(self, message: m.Submit, answer: Future[object]) -> None:
-        session = self._free(message.session)
-        self._core.want(Tick(session, answer, message.inputs, message.deadline))
+        session = self._find(message.session)
+        self.turns.require_no_other_tick(session)
+        tick = Tick(session, answer, message.inputs, message.deadline, message.submitted, message.waits_its_turn)
+        self._core.want(tick)
 
     def _reset(self, message: m.Reset, answer: Future[object]) -> None:
         session, core = self._find(message.session), self._core
-        core.cancel(session, "was reset")
+        self._end_ticks(session, "was reset")
+        for letter in self.turns.next_letters(session.handle):  # they were asked for before
+            self._do(letter)
+        core.residency.settle()
 
         def forget() -> None:
             session.parked = None
@@ -193,7 +209,7 @@ class Operations:
         if len(self._closed) > _REMEMBERED:
             del self._closed[next(iter(self._closed))]
         del core.names[message.session.session_id]
-        core.cancel(session, f"was closed: {message.reason}")
+        self._end_ticks(session, f"was closed: {message.reason}")
         logger.info("session %s closed: %s", message.session.session_id, message.reason)
 
         def give_back() -> None:
@@ -205,10 +221,18 @@ class Operations:
         session.when_settled(give_back)
         core.touch(session)
 
+    def _end_ticks(self, session: Session, how: str) -> None:
+        """The one in flight, and those that wait their turn."""
+        self._core.cancel(session, how)
+        for letter in self.turns.take_ticks(session.handle):
+            if letter.answer.set_running_or_notify_cancel():
+                error = SessionEnded(f"session {session.handle.session_id} {how}, before this tick")
+                self._core.answer(letter.answer, error=error)
+
     # histories
 
     def _take_snapshot(self, message: m.TakeSnapshot, answer: Future[object]) -> None:
-        session = self._free(message.session)
+        session = self._find(message.session)
         self._on_device(session, answer, lambda: self._charge_snapshot(session, answer))
 
     def _charge_snapshot(self, session: Session, answer: Future[object]) -> None:
@@ -229,7 +253,7 @@ class Operations:
         core.residency.claims.append(Claim("a snapshot", num_blocks, granted, refused, keep=(session,)))
 
     def _restore(self, message: m.Restore, answer: Future[object]) -> None:
-        session = self._free(message.session)
+        session = self._find(message.session)
         self._require(message.snapshot)
 
         def granted() -> None:
@@ -258,7 +282,7 @@ class Operations:
 
             self._admit(fork, answer, fill=from_snapshot)
             return
-        parent = self._free(message.source)
+        parent = self._find(message.source)
 
         def go_on() -> None:
             fork, frozen, state = self._new(message.session_id), parent.kv.snapshot(), parent.state
@@ -282,7 +306,7 @@ class Operations:
         self._core.answer(answer)
 
     def _park(self, message: m.Park, answer: Future[object]) -> None:
-        session = self._free(message.session)
+        session = self._find(message.session)
 
         def settled() -> None:
             if not session.on_device or session.closed_for is not None:
@@ -348,12 +372,6 @@ class Operations:
 
     def _gone(self, handle: SessionHandle) -> SessionNotFound:
         return SessionNotFound(f"session {handle.session_id} is closed ({self._closed.get(handle, 'long ago')})")
-
-    def _free(self, handle: SessionHandle) -> Session:
-        session = self._find(handle)
-        if session.tick is not None:
-            raise SessionBusy(f"session {handle.session_id} has a tick in flight; wait for its reply")
-        return session
 
     def _require(self, handle: SnapshotHandle) -> Snapshot:
         snapshot = self._core.snapshots.get(handle)

@@ -106,7 +106,7 @@ class Residency:
         """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
-            raise AdmissionRefused(self._host_is_full(num_bytes), retry_after_ms=1000)
+            raise AdmissionRefused(self._host_is_full(num_bytes))
         job = begin_park(self._cache, session.kv)
 
         def finish(error: Exception | None) -> None:
@@ -160,14 +160,15 @@ class Residency:
         return False
 
     def _kept_from(self, claim: Claim) -> int:
-        """Blocks that others get first: a tick leaves room for the ticks before it, any other claim for all ticks."""
+        """Blocks that others get first: a tick leaves room for the ticks before it, any other claim for all ticks of
+        other sessions."""
         waiting = 0
         for other in self.claims:
             if other is claim:
                 if claim.is_tick:
                     break
                 continue
-            if other.is_tick and other.session is not None:
+            if other.is_tick and other.session is not None and other.session is not claim.session:
                 waiting += other.session.parked is not None and not other.session.num_blocks_charged
         return waiting * self._admission.blocks_per_session
 

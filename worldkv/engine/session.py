@@ -138,6 +138,7 @@ class Tick:
     inputs: object = None
     deadline: float | None = None  # seconds of time.perf_counter
     submitted: float = field(default_factory=time.perf_counter)
+    waits_its_turn: bool = False  # an operator's: it waits for others, and its robot's next one waits for it
     program: Program[object, object] | None = None  # None: it has not begun
     request: Request | None = None  # what it waits for
     on_host: bool = False  # that request is being served by a host thread

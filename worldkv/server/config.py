@@ -17,10 +17,11 @@ class ServerConfig:
 
     `host`, `port`: where to listen; port 0 takes a free one. Beyond loopback an `api_key` is required.
     `api_key`: one key, or several separated by commas. With several, a session belongs to the key that opened it.
-    `max_connections`, `max_sessions`, `max_snapshots`: how many of these one key may have at once.
+    `max_connections`, `max_sessions`, `max_snapshots`: how many of these one key may have at once; without keys, all
+    clients together.
     `max_message_bytes`: a longer request is refused with close code 4013.
-    `session_grace_s`: how long a session with an id outlives its last socket.
-    `session_idle_s`: how long any session lives without a request.
+    `session_grace_s`: how long a session lives that all its sockets have left, by closing or for another id.
+    `session_idle_s`: how long any session lives without a request, and a snapshot that nobody asks for.
     `episode_gap_s`: a session that was silent for longer starts a new history; None: it does not.
     `request_timeout_s`: how long a request may take, waiting for warm-up included.
     """

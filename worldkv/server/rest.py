@@ -146,7 +146,7 @@ async def _ready_service(_: Owner, service: Served) -> Service:
 
 
 async def _entry(session_id: str, owner: Owner, service: Served) -> Entry:
-    return service.sessions.get(owned(normalise_session_id(session_id), owner))
+    return service.sessions.get(owned(normalise_session_id(session_id), owner), owner)
 
 
 ReadyService = Annotated[Service, Depends(_ready_service)]
@@ -180,14 +180,14 @@ async def open_session(owner: Owner, service: ReadyService, body: OpenBody | Non
 @router.post("/sessions/{session_id:path}/reset")
 async def reset_session(entry: OfSession, service: ReadyService) -> SessionState:
     """Drop the history; a tick in flight ends with session_ended."""
-    await service.sessions.reset(entry.session_id)
+    await service.sessions.reset(entry.session_id, entry.owner)
     return _state(entry)
 
 
 @router.post("/sessions/{session_id:path}/park")
 async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
-    """Move the K/V to host memory until the next tick."""
-    await service.sessions.run(entry, entry.session.park)
+    """Move the K/V to host memory until the next tick. Waits for the tick in flight."""
+    await service.sessions.ask(entry, entry.session.begin_park)
     entry.history.happened("was parked")
     return _state(entry)
 
@@ -195,14 +195,17 @@ async def park_session(entry: OfSession, service: ReadyService) -> SessionState:
 @router.post("/sessions/{session_id:path}/resume")
 async def resume_session(entry: OfSession, service: ReadyService) -> SessionState:
     """Bring a parked session's K/V back now, so that its next tick does not wait for it."""
-    await service.sessions.run(entry, entry.session.resume)
+    await service.sessions.ask(entry, entry.session.begin_resume)
     entry.history.happened("was resumed")
     return _state(entry)
 
 
 @router.post("/sessions/{session_id:path}/imagine")
 async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | None = None) -> SessionState:
-    """A tick without a client: what the last one predicted is taken for observed. For forks, to see a future."""
+    """A tick without a client: what the last one predicted is taken for observed. For forks, to see a future.
+
+    Waits for the tick in flight; a robot's next one waits for this one.
+    """
     seed = body.noise_seed if body is not None else None
     with service.sessions.kept(entry):
         future = asyncio.wrap_future(entry.session.imagine(seed))
@@ -216,18 +219,18 @@ async def imagine(entry: OfSession, service: ReadyService, body: ImagineBody | N
 
 @router.post("/sessions/{session_id:path}/snapshot", status_code=201)
 async def snapshot_session(entry: OfSession, service: ReadyService) -> SnapshotState:
-    """Freeze the session between two ticks."""
+    """Freeze the session between two ticks. Waits for the tick in flight."""
     service.snapshots.require_room(entry.owner)
-    snapshot = await service.sessions.run(entry, entry.session.snapshot)
+    snapshot = await service.sessions.ask(entry, entry.session.begin_snapshot)
     entry.history.happened("a snapshot was taken")
     return _snapshot_state(service.snapshots.add(entry.owner, entry.public_id, snapshot))
 
 
 @router.post("/sessions/{session_id:path}/restore")
 async def restore_session(entry: OfSession, service: ReadyService, body: RestoreBody) -> SessionState:
-    """Go back, or over, to a snapshot of this or another session."""
+    """Go back, or over, to a snapshot of this or another session. Waits for the tick in flight."""
     held = service.snapshots.get(body.snapshot_id, entry.owner)
-    await service.sessions.run(entry, entry.session.restore, held.snapshot)
+    await service.sessions.ask(entry, entry.session.begin_restore, held.snapshot)
     entry.has_history = True
     entry.history.happened(f"went back to a snapshot of {held.session_id}")
     return _state(entry)
@@ -235,7 +238,7 @@ async def restore_session(entry: OfSession, service: ReadyService, body: Restore
 
 @router.post("/sessions/{session_id:path}/fork", status_code=201)
 async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody | None = None) -> SessionState:
-    """A new session that goes on from here, or from a snapshot."""
+    """A new session that goes on from here, or from a snapshot. Waits for the tick in flight."""
     snapshot_id = body.snapshot_id if body is not None else None
     held = None if snapshot_id is None else service.snapshots.get(snapshot_id, entry.owner)
     source = entry.session if held is None else held.snapshot

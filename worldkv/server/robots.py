@@ -3,8 +3,11 @@
 The life of one websocket: greet, then request and reply, until an error or either side ends it.
 
 While a request is served the socket is still read, so a client that leaves is noticed at once and pings are
-answered. A second request sent meanwhile waits its turn. Nothing is cancelled when a client leaves: a private
-session is closed, which ends its tick; the tick of a named one runs to its end, for the client may come back.
+answered. A second request sent meanwhile waits its turn. Nothing is cancelled when a client leaves: its private
+sessions are closed, which ends their ticks; the tick of a named one runs to its end, for the client may come back.
+
+A request's session is the one that it names, or else the socket's own; an `env_id` names one of its environments, each
+a session by itself (`names.in_env`). A reset without one is of all of them.
 
 Does not know how sessions are kept (`sessions`), nor what the app computes.
 """
@@ -26,9 +29,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.robots.schema import RobotContract
 from worldkv.server.http import owner_of
+from worldkv.server.names import in_env, owned
 from worldkv.server.rest import Owner, Served
 from worldkv.server.service import Service
-from worldkv.server.sessions import Asked, owned
+from worldkv.server.sessions import Asked
 from worldkv.wire import (
     RESET_REPLY,
     CloseCode,
@@ -39,6 +43,7 @@ from worldkv.wire import (
     infer_reply,
     pack,
     read_request,
+    shown_name,
 )
 
 if TYPE_CHECKING:
@@ -71,9 +76,11 @@ class Connection:
     def __init__(self, websocket: WebSocket, service: Service) -> None:
         self._websocket = websocket
         self._service = service
-        self._private_id = f"connection-{uuid.uuid4().hex}"
+        self._own_name = f"connection-{uuid.uuid4().hex}"
         self._owner = ""
-        self._current_id = self._private_id  # the session of the last request
+        self._current_name = self._own_name  # of the last request's session, environments left aside
+        self._current_id = self._own_name  # the last request's session, as the table knows it
+        self._told_of_reset = False
         self._incoming: asyncio.Task[Any] | None = None  # the next message, asked for ahead of its turn
         self._work: asyncio.Task[bytes | str] | None = None
         self._label = "unknown"  # the dialect of the last request
@@ -94,7 +101,7 @@ class Connection:
             finally:
                 self._gone = True
                 self._service.forget_connection(self)
-                await self._service.sessions.detach(self)
+                await self._service.sessions.detach(self, self._owner)
         await self._finish()
 
     async def _converse(self) -> None:
@@ -108,7 +115,7 @@ class Connection:
     def _authorise(self) -> None:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
         self._owner = owner_of(self._websocket, self._service)
-        self._private_id = self._current_id = owned(self._private_id, self._owner)
+        self._current_id = owned(self._own_name, self._owner)
         self._service.count_connection(self._owner, self)
 
     async def _next_message(self) -> bytes | str | None:
@@ -166,7 +173,9 @@ class Connection:
         if self._gone:  # while it waited
             raise WebSocketDisconnect(1005)
         observation = await self._service.in_thread(self._service.app.read, request.observation)
-        self._current_id = self._session_key(request.session_id) or self._private_id
+        name = request.session_id or self._own_name
+        self._current_id = owned(in_env(name, request.env_id), self._owner)
+        self._current_name = name
         async with self._service.sessions.use(self._current_id, self, _asked(request), self._owner) as entry:
             if self._gone:  # while it was being opened
                 raise WebSocketDisconnect(1005)
@@ -195,11 +204,17 @@ class Connection:
         }
 
     async def _reset(self, request: ResetRequest) -> str:
-        await self._service.sessions.reset(self._session_key(request.session_id) or self._current_id)
+        sessions, name = self._service.sessions, request.session_id or self._current_name
+        if request.unread and not self._told_of_reset:
+            self._told_of_reset = True
+            which = ", ".join(shown_name(field) for field in request.unread[:8])
+            fields = {"event": "warning", "session": self._current_id}
+            logger.warning("session %s: a reset's fields that nothing reads: %s", self._current_id, which, extra=fields)
+        if request.env_id is None:
+            await sessions.reset_all_within(name, self._owner)
+        else:
+            await sessions.reset(owned(in_env(name, request.env_id), self._owner), self._owner)
         return RESET_REPLY
-
-    def _session_key(self, session_id: str | None) -> str | None:
-        return None if session_id is None else owned(session_id, self._owner)
 
     async def _refuse(self, error: Exception) -> None:
         """Tell the client: a text with an id that finds the traceback in the log, then a close code."""
@@ -230,7 +245,7 @@ class Connection:
             await asyncio.wait({self._work})
             if not self._work.cancelled() and (error := self._work.exception()) is not None:
                 logger.info("a request that nobody waited for failed: %s", error)
-            await self._service.sessions.detach(self)  # from a session that was being opened
+            await self._service.sessions.detach(self, self._owner)  # from a session that was being opened
 
     def _peer(self) -> str:
         client = self._websocket.client

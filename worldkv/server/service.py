@@ -52,7 +52,7 @@ class Service:
         self._connections_of: dict[object, str] = {}  # connection -> its owner
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self.sessions = SessionTable(app, config, self.metrics, self._threads)
-        self.snapshots = SnapshotTable(app, config.max_snapshots, self.metrics)
+        self.snapshots = SnapshotTable(app, config.max_snapshots, config.session_idle_s, self.metrics)
 
     @property
     def greeting(self) -> bytes:
@@ -87,7 +87,9 @@ class Service:
         """Raises AdmissionRefused where `owner` has as many sockets as one key may."""
         limit = self.config.max_connections
         if sum(other == owner for other in self._connections_of.values()) >= limit:
-            raise AdmissionRefused(f"{limit} sockets are open, the most that one client may have; close one", 1000)
+            raise AdmissionRefused(
+                f"{limit} sockets are open, the most that one client may have; close one: none closes by itself"
+            )
         self._connections_of[connection] = owner
 
     def forget_connection(self, connection: object) -> None:
@@ -164,7 +166,7 @@ class Service:
         while True:
             await asyncio.sleep(period)
             await self.sessions.sweep()
-            self.snapshots.release_unused(self.config.session_idle_s)
+            self.snapshots.release_unused()
 
     async def _connections_end(self, limit_s: float) -> None:
         if self.connections:

@@ -1,8 +1,9 @@
 """Which sessions are open, who uses them, and when they end.
 
-A session is named by its client (RoboArena's `session_id`) or private to one connection. A named one outlives
-its last socket for a grace time; any ends when idle for long. Whatever ends a session leaves its id behind
-with the reason, so that the next request with that id is told, once, instead of starting an empty history.
+A session is named by its client (RoboArena's `session_id`) or private to one connection. A connection that asks for
+another session has left the one before: what all have left ends after a grace time, unless one comes back. Any ends
+when idle for long. Whatever ends a session leaves its id behind with the reason, so that the next request with that id
+is told, once, instead of starting an empty history.
 
 Lives on the event loop; whatever of the app may block runs on the threads it is given. Does not know
 websockets or messages: a connection is any object.
@@ -12,99 +13,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
-from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, SessionNotFound
+from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, RequestTimedOut, SessionNotFound
 from worldkv.server.config import ServerConfig
-from worldkv.server.console.history import SessionHistory
+from worldkv.server.ends import End, EndedSession, EndReason, Ends
+from worldkv.server.entry import Asked, Entry
 from worldkv.server.metrics import Metrics
+from worldkv.server.names import disowned, is_within, owned
 
 if TYPE_CHECKING:
     from worldkv.app import AnyApp, AnySession
     from worldkv.engine.engine import SnapshotHandle
 
-_REMEMBERED_ENDS = 4096
+__all__ = ["Asked", "EndReason", "Entry", "SessionTable", "owned"]
+
 _CLOSE_S = 5.0  # for an engine to give a session's blocks back
-_SHOWN_ENDS = 50
+_SHUTDOWN_TEXT = "the server is shutting down"
 
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
-
-
-def owned(session_id: str, owner: str) -> str:
-    """The table's name for a client's session: every key has ids of its own, so those of others do not exist for it."""
-    return f"{session_id}@{owner}" if owner else session_id
-
-
-class EndReason(StrEnum):
-    IDLE = "idle"
-    GRACE_OVER = "grace_over"
-    CONNECTION_CLOSED = "connection_closed"
-    DELETED = "deleted"
-    MADE_ROOM = "made_room"  # a session without a history; nothing is lost
-    FAILED = "failed"
-    SHUTDOWN = "shutdown"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a request says about its session. `named`: its client chose the id, so it outlives the socket. `restart`:
-    forget the history first. `resume`: it must exist. `prompt`: another one is another episode, where it is unnamed."""
-
-    named: bool = False
-    restart: bool = False
-    resume: bool = False
-    prompt: object = None
-
-
-@dataclass(eq=False)
-class Entry:
-    """One open session."""
-
-    session_id: str
-    session: AnySession
-    named: bool
-    last_used: float  # event loop's clock
-    connections: set[object] = field(default_factory=set)
-    orphaned_since: float | None = None
-    uses: int = 0  # requests being served
-    has_history: bool = False  # since it was opened or reset
-    reserved: bool = False  # opened before its first request: it keeps its place
-    prompt: object = None
-    owner: str = ""
-    history: SessionHistory = field(default_factory=SessionHistory)
-
-    @property
-    def public_id(self) -> str:
-        """What its client calls it."""
-        return self.session_id.removesuffix(f"@{self.owner}") if self.owner else self.session_id
-
-
-@dataclass(frozen=True)
-class EndedSession:
-    """For people who look: one that is gone. `at`: seconds since 1970."""
-
-    public_id: str
-    owner: str
-    text: str
-    at: float
-    num_ticks: int
-
-
-@dataclass(frozen=True)
-class _End:
-    text: str
-    last_used: float
 
 
 class SessionTable:
@@ -116,12 +52,12 @@ class SessionTable:
         self._metrics = metrics
         self._threads = threads
         self._entries: dict[str, Entry] = {}
-        self._ended: OrderedDict[str, _End] = OrderedDict()
+        self._latest: dict[object, Entry] = {}  # connection -> the session that it asked for last
+        self.ends = Ends()
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # one opening of an id at a time
         self._num_opening: Counter[str] = Counter()  # by owner
         self._leaving: dict[str, Entry] = {}  # ended, but perhaps not closed yet
         self._closed = False
-        self.recent_ends: deque[EndedSession] = deque(maxlen=_SHOWN_ENDS)
 
     @asynccontextmanager
     async def use(self, session_id: str, connection: object, asked: Asked, owner: str = "") -> AsyncIterator[Entry]:
@@ -132,11 +68,10 @@ class SessionTable:
         """
         entry = self._entries.get(session_id)
         if entry is None:
-            self._refuse_silent_restart(session_id, asked)
+            self._refuse_silent_restart(session_id, owner, asked)
             entry = await self._open(session_id, named=asked.named, owner=owner)
         reason = self._restart_reason(entry, asked)
-        entry.connections.add(connection)
-        entry.orphaned_since = None
+        self._turn_to(connection, entry)
         entry.prompt = asked.prompt
         entry.uses += 1
         try:
@@ -148,46 +83,63 @@ class SessionTable:
             yield entry
         except SessionNotFound as error:  # the engine has ended it
             await self.end(entry, EndReason.FAILED, str(error))
-            self._ended.pop(session_id, None)  # its client is being told right now
+            self.ends.settle(owner, session_id)  # its client is being told right now
             raise
         finally:
             entry.uses -= 1
             entry.last_used = self._now()
 
-    async def reset(self, session_id: str) -> None:
+    async def reset(self, session_id: str, owner: str = "") -> None:
         """Drop a session's history. An id that is not open has none: its next tick is its first."""
-        self._ended.pop(session_id, None)
+        self.ends.settle(owner, session_id)
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.last_used = self._now()
+            if entry.orphaned_since is not None:
+                entry.orphaned_since = entry.last_used
             await self._reset(entry)
 
-    async def detach(self, connection: object) -> None:
-        """`connection` is gone: its private session ends, the named ones wait for another."""
+    async def reset_all_within(self, name: str, owner: str = "") -> None:
+        """The same for the session that its client calls `name`, and those of its environments."""
+        known = {owned(name, owner), *self.ends.names(owner), *(entry.session_id for entry in self.of(owner))}
+        within = [session_id for session_id in known if is_within(disowned(session_id, owner), name)]
+        await asyncio.gather(*(self.reset(session_id, owner) for session_id in within))
+
+    def _turn_to(self, connection: object, entry: Entry) -> None:
+        """`connection` asks for this session, and so leaves the one that it asked for before."""
+        before = self._latest.get(connection)
+        self._latest[connection] = entry
+        entry.come(connection)
+        if before is not None and before is not entry:
+            before.leave(connection, self._now(), for_good=False)
+
+    async def detach(self, connection: object, owner: str = "") -> None:
+        """`connection` is gone: its private sessions end, the named ones wait for another."""
+        self._latest.pop(connection, None)
         for entry in [entry for entry in self._entries.values() if connection in entry.connections]:
-            entry.connections.discard(connection)
             if not entry.named:
                 await self.end(entry, EndReason.CONNECTION_CLOSED, "its connection was closed")
-            elif not entry.connections:
-                entry.orphaned_since = self._now()
+                continue
+            entry.leave(connection, self._now(), for_good=True)
+        self.ends.forget_connection(owner, connection)
 
     async def end(self, entry: Entry, reason: EndReason, text: str) -> None:
         """Close a session; `text` continues "the session has ended: ". Safe twice."""
         if self._entries.get(entry.session_id) is not entry:
             return
         text = f"{text} ({reason.value})"
-        if reason not in (EndReason.CONNECTION_CLOSED, EndReason.MADE_ROOM):
-            self._ended[entry.session_id] = _End(text, entry.last_used)
-            while len(self._ended) > _REMEMBERED_ENDS:
-                self._ended.popitem(last=False)
+        if reason in (EndReason.CONNECTION_CLOSED, EndReason.MADE_ROOM):
+            self.ends.settle(entry.owner, entry.session_id)
+        else:
+            private_to = None if entry.named else next(iter(entry.connections), None)
+            self.ends.add(entry.owner, entry.session_id, End(text, entry.last_used, private_to))
         del self._entries[entry.session_id]
         self._leaving[entry.session_id] = entry
         self._metrics.sessions.set(len(self._entries))
         self._metrics.sessions_ended.labels(reason.value).inc()
         fields = {"event": "session_ended", "session": entry.session_id, "reason": reason.value}
         logger.info("session %s ended: %s", entry.session_id, text, extra=fields)
-        ticks = entry.history.num_ticks
-        self.recent_ends.append(EndedSession(entry.public_id, entry.owner, text, time.time(), ticks))
+        self.ends.show(EndedSession(entry.public_id, entry.owner, text, time.time(), entry.history.num_ticks))
         await self._close(entry, text)
 
     async def end_all(self, reason: EndReason, text: str) -> None:
@@ -196,20 +148,31 @@ class SessionTable:
         for entry in list(self._entries.values()):
             await self.end(entry, reason, text)
 
-    async def sweep(self) -> None:
-        """End the sessions that have been left alone for too long."""
-        now, grace, idle = self._now(), self._config.session_grace_s, self._config.session_idle_s
-        for entry in list(self._entries.values()):
-            if entry.uses:
+    async def sweep(self) -> bool:
+        """End the sessions that have been left alone for too long. Returns whether there were any."""
+        due = [entry for entry in self._entries.values() if self._is_due(entry)]
+        for entry in due:
+            if not self._is_due(entry):  # it came to use while another one was closed
                 continue
-            if entry.orphaned_since is not None and now - entry.orphaned_since > grace:
+            grace, idle = self._config.session_grace_s, self._config.session_idle_s
+            if self._now() >= entry.last_used + idle:
+                await self.end(entry, EndReason.IDLE, f"it had no request for {idle:g} s")
+            elif entry.connections:
+                text = f"its connection went on to other sessions and did not come back within {grace:g} s"
+                await self.end(entry, EndReason.GRACE_OVER, text)
+            else:
                 text = f"its connection was lost and nobody resumed it within {grace:g} s"
                 await self.end(entry, EndReason.GRACE_OVER, text)
-            elif now - entry.last_used > idle:
-                await self.end(entry, EndReason.IDLE, f"it had no request for {idle:g} s")
+        return bool(due)
 
-    def _refuse_silent_restart(self, session_id: str, asked: Asked) -> None:
-        end = self._ended.pop(session_id, None)
+    def _is_due(self, entry: Entry) -> bool:
+        return not entry.uses and self._now() >= self._ends_at(entry)
+
+    def _ends_at(self, entry: Entry) -> float:
+        return entry.ends_at(self._config.session_grace_s, self._config.session_idle_s)
+
+    def _refuse_silent_restart(self, session_id: str, owner: str, asked: Asked) -> None:
+        end = self.ends.take(owner, session_id)
         gap = self._config.episode_gap_s
         if asked.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
             return
@@ -240,17 +203,17 @@ class SessionTable:
         """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
         if session_id in self._entries:
             raise BadRequest(_taken(session_id))
-        self._ended.pop(session_id, None)
+        self.ends.settle(owner, session_id)
         return await self._open(session_id, named=True, owner=owner, source=source, taken_is_wrong=True)
 
     def is_open(self, entry: Entry) -> bool:
         return self._entries.get(entry.session_id) is entry
 
-    def get(self, session_id: str) -> Entry:
+    def get(self, session_id: str, owner: str = "") -> Entry:
         """An open session. Raises SessionNotFound, with the reason where it has ended."""
         entry = self._entries.get(session_id)
         if entry is None:
-            end = self._ended.get(session_id)
+            end = self.ends.find(owner, session_id)
             raise SessionNotFound(f"session {session_id} " + (f"has ended: {end.text}" if end else "is not known here"))
         return entry
 
@@ -258,10 +221,25 @@ class SessionTable:
         """All open sessions of one key, in the order in which they were opened."""
         return [entry for entry in self._entries.values() if entry.owner == owner]
 
-    async def run(self, entry: Entry, function: Callable[..., R], *args: object) -> R:
-        """Call something of the entry's that may wait, on a thread; the session cannot expire meanwhile."""
+    async def ask(self, entry: Entry, begin: Callable[..., Future[R]], *args: object) -> R:
+        """What a request of an operator's brings, which may wait its turn; the session cannot expire meanwhile.
+
+        Raises RequestTimedOut where its turn does not come.
+        """
         with self.kept(entry):
-            return await self._in_thread(function, *args)
+            return await self._patiently(begin(*args))
+
+    async def _patiently(self, begun: Future[R]) -> R:
+        limit = self._config.request_timeout_s
+        answer = asyncio.wrap_future(begun)
+        try:
+            await asyncio.wait({answer}, timeout=limit)
+        except asyncio.CancelledError:
+            begun.cancel()
+            raise
+        if not answer.done() and begun.cancel():  # what has begun already comes to its end
+            raise RequestTimedOut(f"the session's tick in flight has not ended within {limit:g} s; nothing was done")
+        return await answer
 
     @contextmanager
     def kept(self, entry: Entry) -> Iterator[None]:
@@ -290,11 +268,12 @@ class SessionTable:
                 return entry
             if session_id in self._leaving:
                 await self._close(self._leaving[session_id], "another session takes its id")
-            if len(self.of(owner)) + self._num_opening[owner] >= self._config.max_sessions:
-                raise AdmissionRefused(
-                    f"{self._config.max_sessions} sessions are open, the most that one client may have; close one",
-                    retry_after_ms=1000,
-                )
+            if self._has_too_many(owner):
+                await self.sweep()
+            if self._has_too_many(owner):
+                limit = self._config.max_sessions
+                text = f"{limit} sessions are open, the most that one client may have; close one"
+                raise self._refusal(text, self.of(owner))
             self._num_opening[owner] += 1
             try:
                 session = await self._admitted(session_id, source)
@@ -306,21 +285,33 @@ class SessionTable:
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id, extra={"event": "session_opened", "session": session_id})
             if self._closed:  # meanwhile
-                await self.end(entry, EndReason.SHUTDOWN, "the server is shutting down")
-                raise EngineStopped("the server is shutting down")
+                await self.end(entry, EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
+                raise EngineStopped(_SHUTDOWN_TEXT)
             return entry
+
+    def _has_too_many(self, owner: str) -> bool:
+        return len(self.of(owner)) + self._num_opening[owner] >= self._config.max_sessions
 
     async def _admitted(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
         """A new session of the app's. Sessions that hold a place but no history give it up first."""
         if self._closed:
-            raise EngineStopped("the server is shutting down")
-        make = self._app.open_session if source is None else partial(self._app.fork, source)
+            raise EngineStopped(_SHUTDOWN_TEXT)
         try:
-            return await self._in_thread(make, session_id)
+            return await self._made(session_id, source)
         except AdmissionRefused as refused:
-            if not await self._make_room():
-                raise self._with_retry_time(refused) from refused
-            return await self._in_thread(make, session_id)
+            ended, made_room = await self.sweep(), await self._make_room()
+            if not ended and not made_room:
+                raise self._full(refused) from refused
+        try:
+            return await self._made(session_id, source)
+        except AdmissionRefused as refused:
+            raise self._full(refused) from refused
+
+    async def _made(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
+        if source is None:
+            return await self._in_thread(self._app.open_session, session_id)
+        handle = await self._patiently(self._app.begin_fork(source, session_id))
+        return self._app.forked(handle, source)
 
     async def _make_room(self) -> bool:
         """Close the sessions that hold a place but no history: opening them again is the same."""
@@ -333,16 +324,17 @@ class SessionTable:
                 await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
         return made_room
 
-    def _with_retry_time(self, refused: AdmissionRefused) -> AdmissionRefused:
-        """The refusal with the time until the next abandoned session ends, unless the engine knows better.
+    def _full(self, refused: AdmissionRefused) -> AdmissionRefused:
+        """The engine's refusal, with the time when it will have room. A parked session's end makes none."""
+        return self._refusal(str(refused), [entry for entry in self._entries.values() if entry.is_on_device])
 
-        With none abandoned it is a guess: that one of the live ones leaves now.
-        """
-        if refused.retry_after_ms is not None:
-            return refused
-        orphaned = [entry.orphaned_since for entry in self._entries.values() if entry.orphaned_since is not None]
-        wait_s = min(orphaned, default=self._now()) + self._config.session_grace_s - self._now()
-        return AdmissionRefused(str(refused), retry_after_ms=max(0, round(1e3 * wait_s)))
+    def _refusal(self, text: str, entries: list[Entry]) -> AdmissionRefused:
+        """With the time until the next of `entries` ends by itself, should nobody come back to it. One whose connection
+        is with it, or that is in use, does not."""
+        at = min((self._ends_at(entry) for entry in entries if entry.is_left and not entry.uses), default=None)
+        if at is None:
+            return AdmissionRefused(f"{text}; no session will make room by itself, so there is no time to try again at")
+        return AdmissionRefused(text, retry_after_ms=max(0, math.ceil(1e3 * (at - self._now()))))
 
     async def _reset(self, entry: Entry) -> None:
         if entry.has_history:

@@ -6,6 +6,7 @@ A snapshot outlives its session. Lives on the event loop; what may wait runs on 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -31,20 +32,24 @@ class HeldSnapshot:
 
 
 class SnapshotTable:
-    """All snapshots of one server. One key may hold `limit` of them."""
+    """All snapshots of one server. One key may hold `limit` of them; one that is not asked for in `unused_s` ends."""
 
-    def __init__(self, app: AnyApp, limit: int, metrics: Metrics) -> None:
+    def __init__(self, app: AnyApp, limit: int, unused_s: float, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
         self._limit = limit
+        self._unused_s = unused_s
         self._held: dict[str, HeldSnapshot] = {}
 
     def require_room(self, owner: str) -> None:
-        """Raises AdmissionRefused where one more would be too many."""
+        """Raises AdmissionRefused where one more would be too many, with the time until the next one ends."""
         if len(self.of(owner)) >= self._limit:
-            raise AdmissionRefused(
-                f"{self._limit} snapshots are held, the most that one client may have; release one", retry_after_ms=1000
-            )
+            self.release_unused()
+        held = self.of(owner)
+        if len(held) >= self._limit:
+            wait_s = min(one.last_used for one in held) + self._unused_s - time.monotonic()
+            text = f"{self._limit} snapshots are held, the most that one client may have; release one"
+            raise AdmissionRefused(text, retry_after_ms=max(0, math.ceil(1e3 * wait_s)))
 
     def add(self, owner: str, session_id: str, snapshot: SnapshotHandle) -> HeldSnapshot:
         """Keep a snapshot that was just taken; released again, with AdmissionRefused, if others were faster."""
@@ -77,11 +82,10 @@ class SnapshotTable:
             self._app.release(held.snapshot)
             logger.info("snapshot %s of session %s released: %s", held.snapshot_id, held.session_id, why)
 
-    def release_unused(self, seconds: float) -> None:
-        """Those that were not asked for in that time."""
-        since = time.monotonic() - seconds
-        for held in [held for held in self._held.values() if held.last_used < since]:
-            self.release(held, f"not used for {seconds:g} s")
+    def release_unused(self) -> None:
+        since = time.monotonic() - self._unused_s
+        for held in [held for held in self._held.values() if held.last_used <= since]:
+            self.release(held, f"not used for {self._unused_s:g} s")
 
     def release_all(self, why: str) -> None:
         for held in list(self._held.values()):

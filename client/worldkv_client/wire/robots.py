@@ -11,8 +11,8 @@ The dialects are told apart by the key `endpoint`, which only RoboArena's reques
 
 Ours on top, all optional: `sequence` (an int; comes back in a reply that is a map), `reset` (a bool: forget
 the history first), `resume` (a bool: an error instead of a new session, should the named one be gone), `details` (a
-bool: a map in either dialect, the imagined video included), `env_id` (like `session_id`: which of the environments on
-one socket this is).
+bool: a map in either dialect, the imagined video included), `env_id` (like `session_id`: which of the environments
+of one session, or socket, this is; each has a history of its own).
 
 Does not know sockets or sessions, nor what a valid observation is: that is the policy's.
 """
@@ -51,7 +51,7 @@ class InferRequest:
     """One tick. `observation`: under RoboArena's names, whatever the dialect. `session_id` None: the
     connection is the session. `restart`: forget the history first. `resume`: the session must exist. `details`:
     reply with a map in either dialect, the imagined video and the cache's state included. `env_id`: one of the
-    environments that share the connection; None where there is one. `encoding`: of its arrays, and of the reply's."""
+    environments that share the session; None where there is one. `encoding`: of its arrays, and of the reply's."""
 
     dialect: Dialect
     observation: Mapping[str, Any]
@@ -72,11 +72,12 @@ class InferRequest:
 @dataclass(frozen=True)
 class ResetRequest:
     """Forget a session's history. `session_id` None: the session of the connection's last request. `env_id`: one of
-    the environments that share the connection."""
+    its environments; None: all of them, and its own. `unread`: fields that nothing reads."""
 
     session_id: str | None = None
     dialect: Dialect = Dialect.ROBOARENA
     env_id: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 CONTROL_FIELDS = frozenset({"endpoint", "session_id", "env_id", "sequence", "reset", "resume", "details"})
@@ -110,8 +111,9 @@ def parse_request(message: Any) -> InferRequest | ResetRequest:
     if not isinstance(endpoint, str) or endpoint not in _ENDPOINTS:
         raise BadRequest(f"endpoint: expected 'infer' or 'reset', got {short(endpoint)}")
     if endpoint == "reset":
-        require_no_near_miss(_observation(message), CONTROL_FIELDS)  # or another session would be reset
-        return ResetRequest(session_id, env_id=_env_id(message))
+        unread = tuple(_observation(message))
+        require_no_near_miss(unread, CONTROL_FIELDS)  # or another session would be reset
+        return ResetRequest(session_id, env_id=_env_id(message), unread=unread)
     return InferRequest(Dialect.ROBOARENA, _observation(message), session_id, **_controls(message))
 
 

@@ -63,8 +63,7 @@ def overview(service: Service, owner: str, blocks: BlockMap) -> dict[str, Any]:
         "snapshots": [_snapshot(held) for held in service.snapshots.of(owner)],
         "ended": [
             {"id": end.public_id, "why": end.text, "at": end.at, "ticks": end.num_ticks}
-            for end in service.sessions.recent_ends
-            if end.owner == owner
+            for end in service.sessions.ends.recent(owner)
         ],
         "blocks": _cells(blocks, [entry.session_id for entry in mine]),
         "memory": {
