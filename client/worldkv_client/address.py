@@ -4,7 +4,7 @@
 |---|---|
 | `gpu-box`, `10.0.0.7`, `::1`, `[::1]`, `ws://gpu-box`, `http://gpu-box` | port 8000, worldkv's own |
 | `gpu-box:81`, `[::1]:81`, `ws://gpu-box:81/`, `http://gpu-box:81/healthz` | port 81 |
-| `wss://gpu-box`, `https://gpu-box` | port 443: worldkv speaks no TLS, so what is dialled stands before it |
+| `wss://gpu-box`, `https://gpu-box` | port 443, a proxy's; with `--tls-cert` it is `wss://gpu-box:8000` |
 | `ws://gpu-box:81/arm`, `https://gpu-box/arm` | the same, for a server below `/arm`; its pages lie under `/arm/v1` |
 """
 

@@ -62,6 +62,7 @@ class PolicyClient:
     `session_id`: RoboArena only; a fresh one if left out. `connect_wait`: seconds to keep trying while no
     server answers, at first and after a loss; `on_wait(seconds_so_far, reason)` is called before each retry.
     `proxy`: "auto" takes the one that the environment names, but never to this machine; None takes none; or a URL.
+    `ca_file`: for wss://, the PEM file of who is trusted, such as the server's own certificate; None: the system's.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PolicyClient:
         on_wait: Callable[[float, str], None] | None = None,
         max_message_bytes: int = DEFAULT_MAX_BYTES,
         proxy: str | None = AUTO,
+        ca_file: str | None = None,
     ) -> None:
         """Opens nothing yet. Raises ValueError for what can never work."""
         if dialect not in tuple(Dialect):
@@ -89,7 +91,7 @@ class PolicyClient:
         self.session_id = uuid.uuid4().hex if session_id is None else normalise_session_id(session_id)
         self.address = ServerAddress.parse(host, port)
         self.uri = str(self.address)
-        self._route = Route.to(self.address, proxy)
+        self._route = Route.to(self.address, proxy, ca_file)
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._timeout = timeout
         self._connect_wait = connect_wait

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import inspect
+import ssl
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -28,15 +29,25 @@ _TAKES_PROXY = "proxy" in inspect.signature(connect).parameters  # since websock
 
 @dataclass(frozen=True)
 class Route:
-    """To one server. `proxy`: its URL; None is directly. `said_by`: who named it."""
+    """To one server. `proxy`: its URL; None is directly. `said_by`: who named it. `ca_file`: PEM; None: the system's
+    authorities, or those that the variable SSL_CERT_FILE names."""
 
     address: ServerAddress
     proxy: str | None = None
     said_by: str = ""
+    ca_file: str | None = None
 
     @classmethod
-    def to(cls, address: ServerAddress, proxy: str | None = AUTO) -> Route:
-        """`proxy`: see the module. Raises ValueError for what is no proxy's URL."""
+    def to(cls, address: ServerAddress, proxy: str | None = AUTO, ca_file: str | None = None) -> Route:
+        """`proxy`: see the module. Raises ValueError for what is no proxy's URL, or no file of certificates."""
+        route = cls._by(address, proxy)
+        if ca_file is not None:
+            route = replace(route, ca_file=ca_file)
+            route._trust()
+        return route
+
+    @classmethod
+    def _by(cls, address: ServerAddress, proxy: str | None) -> Route:
         if proxy == AUTO:
             named = None if address.is_this_machine else _of_environment(address)
             return cls(address) if named is None else cls(address, *_checked(named[1], named[0]))
@@ -69,6 +80,8 @@ class Route:
             options["proxy"] = self.proxy
         elif self.said_by == "proxy":
             raise ImportError(f"websockets 15 or newer is needed to go{self._way}")
+        if self.address.secure:
+            options["ssl"] = self._trust()
         try:
             opened: ClientConnection = connect(self.address.websocket(page), **options)
         except ImportError as error:  # python-socks
@@ -84,7 +97,8 @@ class Route:
             request.add_header("Authorization", f"Api-Key {api_key}")
         if self.proxy is not None:
             self._set_proxy(request, self.proxy)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        handlers = [urllib.request.HTTPSHandler(context=self._trust())] if self.address.secure else []
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
         try:
             with opener.open(request, timeout=timeout) as answer:
                 return answer.status, answer.read()
@@ -94,6 +108,12 @@ class Route:
         except (OSError, HTTPException) as error:
             reason = getattr(error, "reason", None) or error or type(error).__name__
             raise OSError(f"{reason}{self._way}{self.advice}") from error
+
+    def _trust(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:  # an SSLError is one
+            raise ValueError(f"ca_file: expected a PEM file of certificates, got {self.ca_file}: {error}") from error
 
     @property
     def _way(self) -> str:

@@ -12,10 +12,12 @@ from worldkv.cli.common import fetch_repositories
 from worldkv.cli.errors import exit_code, explain, is_told
 from worldkv.cli.parser import build_parser
 from worldkv.cli.places import check_places
+from worldkv.cli.signals import end_at_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. A user's mistake is one `error: ...` on standard error."""
+    end_at_sigterm(sys.argv[1:] if argv is None else argv)
     arguments = None
     try:
         arguments = build_parser().parse_args(argv)

@@ -62,8 +62,9 @@ def _state(path: Path) -> str:
 
 def check_before_loading(
     arguments: argparse.Namespace, config: ServerConfig, ends: ExitStack
-) -> tuple[socket.socket, TickTracer | None]:
+) -> tuple[list[socket.socket], TickTracer | None]:
     """The port, listening from now on, and the tracer, both closed by `ends`. Raises ValueError and OSError."""
+    from worldkv.server.certificate import check_certificate
     from worldkv.server.listening import take_port
 
     check_name(arguments.attention)
@@ -72,13 +73,16 @@ def check_before_loading(
         from worldkv.server.tracing import TickTracer
 
         tracer = TickTracer.to_collector(arguments.otlp)
-    listener = ends.enter_context(take_port(config.host, config.port))
+    check_certificate(config)
+    listening = take_port(config.host, config.port, only_loopback=config.api_key is None)
+    for each in listening:
+        ends.enter_context(each)
     if tracer is not None:
         ends.callback(tracer.close)
     check_engine_options(arguments)
     if arguments.record is not None:
         _check_recordings(arguments.record, arguments.record_limit_gb)
-    return listener, tracer
+    return listening, tracer
 
 
 def _check_recordings(folder: Path, limit_gb: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from worldkv import __version__
@@ -72,6 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record-limit-gb", type=gigabytes, default=100.0, metavar="GB", help="record no more than that (100)"
     )
+    _add_network(parser)
     add_engine_options(parser)
 
 
@@ -91,6 +93,35 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=whole(1), default=limit, metavar="N", help=text)
 
 
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--tls-cert", type=Path, metavar="PEM", help="certificate, its chain included: wss:// and https://"
+    )
+    group.add_argument("--tls-key", type=Path, metavar="PEM", help="its private key, without a password")
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name under which clients ask, beside loopback's and --host; repeatable (any with a key, else none)",
+    )
+    group.add_argument(
+        "--allowed-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a page, such as https://robots.example.org, that may use a server without a key; repeatable (none)",
+    )
+    text = "/healthz and /metrics there as well, from their own thread (none)"
+    group.add_argument("--health-port", type=whole(0, 65535), metavar="N", help=text)
+    default = ServerConfig.max_sockets_per_address
+    text = f"sockets that may be open from one address ({default})"
+    group.add_argument("--max-sockets-per-address", type=whole(1), default=default, metavar="N", help=text)
+    text = "and in all (what `ulimit -n` allows, less 256)"
+    group.add_argument("--max-sockets", type=whole(1), metavar="N", help=text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     from worldkv.cli.preflight import check_before_loading, require_packages
 
@@ -104,11 +135,18 @@ def run(arguments: argparse.Namespace) -> int:
         max_sessions=arguments.max_sessions_per_key,
         max_connections=arguments.max_sockets_per_key,
         max_snapshots=arguments.max_snapshots_per_key,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        allowed_hosts=tuple(arguments.allowed_host),
+        allowed_origins=tuple(arguments.allowed_origin),
+        health_port=arguments.health_port,
+        max_sockets_per_address=arguments.max_sockets_per_address,
+        max_sockets=arguments.max_sockets,
     )
     require_packages("server", "uvicorn", "fastapi", "websockets")
     set_up_logging(arguments.log_format)
     with ExitStack() as ends:
-        listener, tracer = check_before_loading(arguments, config, ends)
+        listening, tracer = check_before_loading(arguments, config, ends)
         app = load_app_for(arguments, max_sessions=arguments.max_sessions)
         ends.callback(app.engine.shutdown)
         ends.callback(app.close)
@@ -117,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from worldkv.server.server import PolicyServer
 
-        server = PolicyServer(app, config, listener)
+        server = PolicyServer(app, config, listening)
         if tracer is not None:
             server.trace_with(tracer)
         print(f"worldkv {__version__}")
@@ -127,7 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
-        print(_where(config, server.port), flush=True)
+        print(_where(config, server.port, server.health_port), flush=True)
         server.run()
         print("stopped; every session was closed", flush=True)
     return OK
@@ -147,14 +185,17 @@ def _about(app: AnyApp, arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _where(config: ServerConfig, port: int) -> str:
+def _where(config: ServerConfig, port: int, health_port: int | None) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     key = ', api_key="..."' if config.api_key else ""
+    tls = "s" if config.tls_cert is not None else ""
+    robot = f'"wss://{host}:{port}"' if tls else f'"{config.host}", {port}'
+    more = "" if health_port is None else f"\n  health     http://{host}:{health_port}/healthz as well, and /metrics"
     return (
-        f"{LISTENING}ws://{host}:{port} (openpi and RoboArena dialects)\n"
-        f"  health     http://{host}:{port}/healthz (200 once warm)\n"
-        f"  metrics    http://{host}:{port}/metrics\n"
-        f"  people     http://{host}:{port}/ in a browser\n"
-        f'  a robot    PolicyClient("{config.host}", {port}{key}).infer(observation), from worldkv.client\n'
+        f"{LISTENING}ws{tls}://{host}:{port} (openpi and RoboArena dialects)\n"
+        f"  health     http{tls}://{host}:{port}/healthz (200 once warm)\n"
+        f"  metrics    http{tls}://{host}:{port}/metrics{more}\n"
+        f"  people     http{tls}://{host}:{port}/ in a browser\n"
+        f"  a robot    PolicyClient({robot}{key}).infer(observation), from worldkv.client\n"
         f"  stop       Ctrl-C"
     )

@@ -74,7 +74,7 @@ class ServerProcess:
 
     def _is_ready(self) -> bool:
         if not self.port:
-            said = re.search(rf"^{LISTENING}ws://.*:(\d+) ", self._log.read_text(errors="replace"), re.MULTILINE)
+            said = re.search(rf"^{LISTENING}wss?://.*:(\d+) ", self._log.read_text(errors="replace"), re.MULTILINE)
             if said is None:
                 return False
             self.port = int(said[1])

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from worldkv.errors import WorldKVError
 from worldkv.server.config import ServerConfig
 from worldkv.server.console.socket import console_routes
-from worldkv.server.http import BodyLimit, error_response, in_our_words
+from worldkv.server.http import HEALTH_PATH, Door, error_response, in_our_words
 from worldkv.server.metrics import CONTENT_TYPE
 from worldkv.server.rest import API_VERSION, router
 from worldkv.server.robots import add_robots
@@ -62,12 +62,12 @@ def create_app(app: AnyApp, config: ServerConfig) -> FastAPI:
     async def failed(request: Request, error: Exception) -> Response:
         return error_response(service, request, in_our_words(error))
 
-    routes = [Route("/healthz", healthz), Route("/metrics", metrics), *console_routes(service)]
+    routes = [Route(HEALTH_PATH, healthz), Route("/metrics", metrics), *console_routes(service)]
     api = FastAPI(title="worldkv", version=API_VERSION, routes=routes, lifespan=lifespan, docs_url=None, redoc_url=None)
     api.state.service = service
     for kind in (WorldKVError, RequestValidationError, HTTPException, Exception):
         api.add_exception_handler(kind, failed)
-    api.add_middleware(BodyLimit)
+    api.add_middleware(Door, service=service)
     api.include_router(router)
     if app.speaks in WIRES:
         WIRES[app.speaks](api, service)

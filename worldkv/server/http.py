@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,13 +13,16 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from worldkv.errors import BadRequest, MessageTooLarge, Unauthorised, WorldKVError
+from worldkv.errors import AdmissionRefused, BadRequest, MessageTooLarge, Unauthorised, WorldKVError
 from worldkv.wire import public_error
 
 if TYPE_CHECKING:
     from worldkv.server.service import Service
 
 MAX_BODY_BYTES = 64 * 1024
+HEALTH_PATH = "/healthz"  # says one word, and is asked by probes under any name: the only one without a check of `Host`
+KNOWN_SENDER = "worldkv.known_sender"  # ASGI extension of a websocket: a function without arguments
+_KEYED = "/v1/"
 
 
 class NotFound(WorldKVError):
@@ -46,18 +47,36 @@ logger = logging.getLogger(__name__)
 
 
 def owner_of(connection: HTTPConnection, service: Service) -> str:
-    """Whose request this is. Raises Unauthorised without a key of this server, or for a page of another site."""
-    require_own_page(connection, service)
-    return service.config.owner_of(connection.headers.get("authorization"))
+    """Whose request this is. Raises Unauthorised without a key of this server; where it has none, for a page of
+    another site; and under a name that is not the server's."""
+    require_own_name(connection, service)
+    if service.config.api_key is None:
+        require_own_page(connection, service)
+    owner = service.config.owner_of(connection.headers.get("authorization"))
+    sender_is_known(connection)
+    return owner
+
+
+def require_own_name(connection: HTTPConnection, service: Service) -> None:
+    """Raises Unauthorised under a name that is not the server's."""
+    refusal = service.config.refusal_of_host(connection.headers.get("host"))
+    if refusal is not None:
+        raise Unauthorised(refusal)
 
 
 def require_own_page(connection: HTTPConnection, service: Service) -> None:
-    """Raises Unauthorised for a page of another site."""
-    origin, host = connection.headers.get("origin"), connection.headers.get("host", "")
-    if origin is not None:  # a browser sends it, with whatever page it shows; robots do not
-        without_key = service.config.api_key is None
-        if _netloc(origin) != host or (without_key and not _names_loopback(host)):
-            raise Unauthorised(f"origin: expected a page of this server, got {origin[:100]}")
+    """Raises Unauthorised for a page of another site. Not for those who show a key: no foreign page has it."""
+    headers = connection.headers
+    refusal = service.config.refusal_of_origin(headers.get("origin"), headers.get("host", ""))
+    if refusal is not None:
+        raise Unauthorised(refusal)
+
+
+def sender_is_known(connection: HTTPConnection) -> None:
+    """From now on a websocket may send long messages, where the web server keeps strangers' short."""
+    trust = connection.scope.get("extensions", {}).get(KNOWN_SENDER)
+    if trust is not None:
+        trust()
 
 
 def error_response(service: Service, request: Request, error: Exception) -> Response:
@@ -67,7 +86,7 @@ def error_response(service: Service, request: Request, error: Exception) -> Resp
     service.metrics.errors.labels(code).inc()
     level = logging.ERROR if status == 500 else logging.WARNING
     fields = {"event": "error", "code": code, "error_id": error_id}
-    where = (request.method, request.url.path)
+    where = (request.method, request.scope["path"])
     logger.log(level, "error %s told to %s %s: %s", error_id, *where, error, exc_info=error, extra=fields)
     body: dict[str, Any] = {"code": code, "message": message, "error_id": error_id}
     headers = {}
@@ -96,42 +115,46 @@ def _explain(problem: Mapping[str, Any]) -> str:
     return f"{field}: {problem['msg']}, got {came if len(came) <= 80 else came[:80] + '...'}"
 
 
-def _netloc(url: str) -> str | None:
-    try:
-        return urlsplit(url).netloc
-    except ValueError:
-        return None
+class Door:
+    """ASGI middleware: of an HTTP request nothing is read before its sender is known. Says whose it is, counts it, and
+    does not read a body over MAX_BODY_BYTES to its end. Websockets come later to know who sends: see `owner_of`."""
 
-
-def _names_loopback(host: str) -> bool:
-    name = urlsplit(f"//{host}").hostname or ""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
-class BodyLimit:
-    """ASGI middleware: a request body over MAX_BODY_BYTES is not read to its end."""
-
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
             return
-        received = 0
+        request = Request(scope)
+        try:
+            if scope["path"].startswith(_KEYED):
+                owner = owner_of(request, self._service)
+                self._service.requests.add(request, owner)
+            else:
+                require_own_name(request, self._service)
+        except (Unauthorised, AdmissionRefused) as refused:
+            await error_response(self._service, request, refused)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, _limited(receive), send)
+        finally:
+            self._service.requests.forget(request)
 
-        async def limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > MAX_BODY_BYTES:
-                raise _BodyTooLarge
-            return message
 
-        await self._app(scope, limited, send)
+def _limited(receive: Receive) -> Receive:
+    received = 0
+
+    async def limited() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
+            raise _BodyTooLarge
+        return message
+
+    return limited
 
 
 class _BodyTooLarge(HTTPException):  # the only kind of exception that the framework lets through here

@@ -20,6 +20,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
@@ -48,6 +49,8 @@ from worldkv.wire import (
 
 if TYPE_CHECKING:
     from worldkv.app import Reply
+
+_READ_AT_ONCE = 16 * 1024  # bytes; a longer message is unpacked off the event loop
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1")
@@ -86,6 +89,7 @@ class Connection:
         self._label = "unknown"  # the dialect of the last request
         self._previous_total_ms: float | None = None
         self._serving = False
+        self._has_asked = False
         self._gone = False
 
     async def run(self) -> None:
@@ -100,7 +104,7 @@ class Connection:
                 await self._refuse(error)
             finally:
                 self._gone = True
-                self._service.forget_connection(self)
+                self._service.sockets.forget(self)
                 await self._service.sessions.detach(self, self._owner)
         await self._finish()
 
@@ -116,14 +120,17 @@ class Connection:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
         self._owner = owner_of(self._websocket, self._service)
         self._current_id = owned(self._own_name, self._owner)
-        self._service.count_connection(self._owner, self)
+        self._service.sockets.add(self, self._owner)
 
     async def _next_message(self) -> bytes | str | None:
         """Of any size that the web server lets through; None: the server shuts down."""
         incoming, closing = self._incoming or self._ask_for_message(), self._service.closing
-        await asyncio.wait({incoming, closing}, return_when=asyncio.FIRST_COMPLETED)
+        limit = None if self._has_asked else self._service.config.session_idle_s
+        done, _ = await asyncio.wait({incoming, closing}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if closing.done():
             return None
+        if not done:
+            raise RequestTimedOut(f"no first request came within {limit:g} s; connect again when there is one")
         self._incoming = None
         _raise_if_gone(incoming)
         message: dict[str, Any] = incoming.result()
@@ -137,8 +144,8 @@ class Connection:
     async def _serve(self, message: bytes | str) -> None:
         """One request and its reply."""
         start = time.perf_counter()
-        self._serving, self._label = True, "unknown"
-        request = read_request(message, max_bytes=self._service.config.max_message_bytes)
+        self._serving, self._has_asked, self._label = True, True, "unknown"
+        request = await self._read(message)
         self._label = request.dialect.value
         work = self._infer(request) if isinstance(request, InferRequest) else self._reset(request)
         reply = await self._attend(work)
@@ -149,6 +156,10 @@ class Connection:
         self._serving = False
         self._previous_total_ms = (time.perf_counter() - start) * 1e3
         self._count("ok")
+
+    async def _read(self, message: bytes | str) -> InferRequest | ResetRequest:
+        read = partial(read_request, message, max_bytes=self._service.config.max_message_bytes)
+        return read() if len(message) <= _READ_AT_ONCE else await self._service.in_thread(read)
 
     async def _attend(self, coroutine: Coroutine[Any, Any, bytes | str]) -> bytes | str:
         """The reply that `coroutine` makes. Raises WebSocketDisconnect as soon as the client is gone."""

@@ -25,15 +25,20 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
+from fastapi import FastAPI
 
 from worldkv.server.app import create_app
+from worldkv.server.certificate import check_certificate
 from worldkv.server.config import ServerConfig
+from worldkv.server.gate import Gate, GatedSocket
+from worldkv.server.health import HealthServer
 from worldkv.server.listening import take_port
+from worldkv.server.protocols import LimitedConfig
 from worldkv.server.service import Service
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ _FAREWELL_S = 5.0
 _PING_INTERVAL_S = 20.0
 _PING_TIMEOUT_S = 60.0  # a pong waits behind an upload on a slow link
 _POLL_S = 0.1
+_ACCEPTED_AT_ONCE = 32
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +63,36 @@ class PolicyServer:
     `run` blocks and ends on SIGINT or SIGTERM; `start` and `stop`, or `with`, run it on a thread.
     """
 
-    def __init__(self, app: AnyApp, config: ServerConfig | None = None, listener: socket.socket | None = None) -> None:
-        """`listener`: of `take_port`, where the port was taken before there was an app."""
+    def __init__(
+        self, app: AnyApp, config: ServerConfig | None = None, listening: Sequence[socket.socket] = ()
+    ) -> None:
+        """`listening`: of `take_port`, where the port was taken before there was an app. Raises ValueError for a
+        certificate that nobody would trust, OSError if the health port is taken."""
         self.config = config or ServerConfig()
         api = create_app(app, self.config)
         self._service: Service = api.state.service
-        self._uvicorn = _Uvicorn(_uvicorn_config(api, self.config), self._service)
-        self._socket = listener
-        self._port = self.config.port if listener is None else int(listener.getsockname()[1])
+        check_certificate(self.config)
+        config = self.config
+        uses_tls = config.tls_cert is not None
+        self._gate = Gate(config.max_sockets, config.max_sockets_per_address, config.silent_s, tls=uses_tls)
+        self._sockets = [GatedSocket.around(each, self._gate) for each in listening]
+        self._health = None
+        if config.health_port is not None:
+            self._health = HealthServer(self._service, config.host, config.health_port)
+        self._uvicorn = _Uvicorn(_uvicorn_config(api, config, self._gate), self._service, self._health)
         self._thread: threading.Thread | None = None
 
     @property
     def port(self) -> int:
         """Where it listens, once `listen`, `start` or `run` was called; useful with port 0."""
-        if self._socket is None:
+        if not self._sockets:
             raise ValueError("port: not listening yet; call listen() or start() first")
-        return self._port
+        return self._sockets[0].port
+
+    @property
+    def health_port(self) -> int | None:
+        """Where `/healthz` answers as well; None: nowhere."""
+        return None if self._health is None else self._health.port
 
     def trace_with(self, tracer: TickTracer) -> None:
         """Have every tick traced; the tracer is closed with the server."""
@@ -80,18 +100,22 @@ class PolicyServer:
 
     def listen(self) -> int:
         """Take the port: from now on clients wait instead of being refused. Raises OSError if it is taken."""
-        if self._socket is None:
-            self._socket = take_port(self.config.host, self.config.port)
-            self._port = int(self._socket.getsockname()[1])
-        return self._port
+        if not self._sockets:
+            opened = take_port(self.config.host, self.config.port, only_loopback=self.config.api_key is None)
+            self._sockets = [GatedSocket.around(each, self._gate) for each in opened]
+        return self.port
 
     def run(self) -> None:
         """Serve until a signal or `stop`. Raises OSError if the port is taken, and what warm-up raised."""
         self.listen()
-        assert self._socket is not None
         logger.info("listening on %s port %d", self.config.host, self.port)
-        with self._socket:
-            self._uvicorn.run(sockets=[self._socket])
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._gate.close)
+            for each in self._sockets:
+                stack.enter_context(each)
+            if self._health is not None:
+                stack.callback(self._health.stop)
+            self._uvicorn.run(sockets=list(self._sockets))
         if self._service.warm_up_error is not None:
             raise self._service.warm_up_error
 
@@ -126,9 +150,15 @@ class PolicyServer:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, which would end its sockets with 1012 in the middle of a tick, and itself by its signal."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: LimitedConfig, service: Service, health: HealthServer | None) -> None:
         super().__init__(config)
         self._service = service
+        self._health = health
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._health is not None:
+            self._health.start()
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._service.warm_up_error is not None
@@ -159,18 +189,22 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _uvicorn_config(app: Any, config: ServerConfig) -> uvicorn.Config:
-    return uvicorn.Config(
+def _uvicorn_config(app: FastAPI, config: ServerConfig, gate: Gate) -> LimitedConfig:
+    return LimitedConfig(
         app,
+        gate,
+        config.silent_s,
         host=config.host,
-        http="h11",
-        ws="websockets-sansio",
+        loop="asyncio",  # whose accept() is ours: see `gate`
         ws_max_size=2 * config.max_message_bytes,  # up to there we answer ourselves; beyond, close code 1009
         ws_ping_interval=_PING_INTERVAL_S,
         ws_ping_timeout=_PING_TIMEOUT_S,
         ws_per_message_deflate=False,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
         lifespan="on",
         log_config=None,
         access_log=False,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=int(_FAREWELL_S),
     )

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from worldkv.errors import AdmissionRefused, EngineStopped
+from worldkv.errors import EngineStopped
 from worldkv.server.config import ServerConfig
+from worldkv.server.counts import PerKey
 from worldkv.server.logs import TICKS
 from worldkv.server.metrics import Metrics
 from worldkv.server.sessions import EndReason, SessionTable
@@ -23,11 +24,14 @@ from worldkv.wire import pack
 
 if TYPE_CHECKING:
     from worldkv.app import AnyApp, Reply
+    from worldkv.engine.engine import Health
     from worldkv.server.sessions import Entry
     from worldkv.server.tracing import TickTracer
 
 _LONGEST_SWEEP_PERIOD_S = 5.0
 _THREADS = 32  # for opening, resetting and closing sessions: short work that may wait for the forward under way
+_READERS = 8  # for messages: never behind what waits for a forward, nor behind pictures
+_PAINTERS = 2
 _HEALTH_TIMEOUT_S = 2.0
 _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
@@ -49,8 +53,14 @@ class Service:
         self.warm_up_error: Exception | None = None
         self.app = app
         self.tracer: TickTracer | None = None
-        self._connections_of: dict[object, str] = {}  # connection -> its owner
+        self.sockets = PerKey("sockets are open", config.max_connections)
+        self.requests = PerKey("requests are being served", config.max_requests)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="worldkv-reader")
+        self._painters = ThreadPoolExecutor(_PAINTERS, thread_name_prefix="worldkv-painter")
+        self._asking = threading.Lock()
+        self._asked: Future[Health] | None = None
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="worldkv-health")
         self.sessions = SessionTable(app, config, self.metrics, self._threads)
         self.snapshots = SnapshotTable(app, config.max_snapshots, config.session_idle_s, self.metrics)
 
@@ -83,18 +93,6 @@ class Service:
         if self.tracer is not None:
             self.tracer.tick(entry.session_id, row)
 
-    def count_connection(self, owner: str, connection: object) -> None:
-        """Raises AdmissionRefused where `owner` has as many sockets as one key may."""
-        limit = self.config.max_connections
-        if sum(other == owner for other in self._connections_of.values()) >= limit:
-            raise AdmissionRefused(
-                f"{limit} sockets are open, the most that one client may have; close one: none closes by itself"
-            )
-        self._connections_of[connection] = owner
-
-    def forget_connection(self, connection: object) -> None:
-        self._connections_of.pop(connection, None)
-
     @contextmanager
     def counting_task(self) -> Iterator[None]:
         """In the `with` the current task serves a client: a shutdown waits for it."""
@@ -107,8 +105,12 @@ class Service:
             self.connections.discard(task)
 
     async def in_thread(self, function: Callable[..., R], *args: object) -> R:
-        """Call something that may wait, off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        """Read something of a robot's off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
+    async def for_people(self, function: Callable[..., R], *args: object) -> R:
+        """Draw something, off the event loop and out of the robots' way."""
+        return await asyncio.get_running_loop().run_in_executor(self._painters, function, *args)
 
     def start(self) -> None:
         """Begin to warm the app up, in the background."""
@@ -128,19 +130,37 @@ class Service:
 
     async def why_not_ready(self) -> str | None:
         """None: ready for robots."""
+        reason = self._why_never_asked()
+        if reason is not None:
+            return reason
+        asked = asyncio.wrap_future(self._ask_health())
+        await asyncio.wait({asked}, timeout=_HEALTH_TIMEOUT_S)
+        return _told(asked.result() if asked.done() else None)
+
+    def why_not_ready_now(self) -> str | None:
+        """`why_not_ready` for threads other than the event loop's."""
+        reason = self._why_never_asked()
+        if reason is not None:
+            return reason
+        with suppress(TimeoutError):
+            return _told(self._ask_health().result(_HEALTH_TIMEOUT_S))
+        return _told(None)
+
+    def _why_never_asked(self) -> str | None:
         if self.draining:
             return _SHUTDOWN_TEXT
         if not self._warm.done():
             return "warming up"
         if self.warm_up_error is not None:
             return f"warm-up failed: {type(self.warm_up_error).__name__}; the server's log says more"
-        loop = asyncio.get_running_loop()
-        try:
-            check = loop.run_in_executor(self._threads, self.app.health)
-            health = await asyncio.wait_for(check, _HEALTH_TIMEOUT_S)
-        except TimeoutError:
-            return f"the engine did not answer within {_HEALTH_TIMEOUT_S:g} s"
-        return None if health.ready else health.reason
+        return None
+
+    def _ask_health(self) -> Future[Health]:
+        """One question at a time, however many wait for the answer."""
+        with self._asking:
+            if self._asked is None or self._asked.done():
+                self._asked = self._checks.submit(self.app.health)
+            return self._asked
 
     async def drain(self, limit_s: float) -> None:
         """Serve no new request; give the ticks in flight some time; close all sessions and connections."""
@@ -157,7 +177,8 @@ class Service:
         self._sweeper.cancel()
         if self.tracer is not None:
             self.tracer.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._readers, self._painters, self._checks):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _sweep_for_ever(self) -> None:
         """End what has not been used for too long."""
@@ -190,3 +211,10 @@ class Service:
         elif not self.draining:
             self.metrics.ready.set(1)
             logger.info("ready", extra={"event": "ready"})
+
+
+def _told(health: Health | None) -> str | None:
+    """None: the engine is ready. `health` None: it said nothing."""
+    if health is None:
+        return f"the engine did not answer within {_HEALTH_TIMEOUT_S:g} s"
+    return None if health.ready else health.reason

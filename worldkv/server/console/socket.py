@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Hashable
@@ -22,7 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import AdmissionRefused, EngineStopped, Unauthorised, WorldKVError
 from worldkv.server.console import state
-from worldkv.server.http import require_own_page
+from worldkv.server.http import require_own_name, require_own_page
 from worldkv.server.sessions import Entry, owned
 from worldkv.wire import CloseCode, close_code, public_error
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.5
 _KEY_WITHIN_S = 10.0
 _MAX_WATCHED = 4
+_MAX_MESSAGE_CHARACTERS = 4096  # a key, or a few ids
+_BREATH_S = 0.1  # between two overviews, however often the page asks for another session
 _FOLDER = Path(__file__).parent / "page"
 _HEADERS = {
     "content-security-policy": "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:",
@@ -110,19 +113,32 @@ class _Viewer:
         except* (WebSocketDisconnect, RuntimeError):
             pass  # the page is gone
         finally:
-            self._service.forget_connection(self)
+            self._service.sockets.forget(self)
             self._watch([])
 
     async def _authorise(self) -> None:
         """The key is the first message, since a browser's socket cannot send a header."""
-        require_own_page(self._websocket, self._service)
+        require_own_name(self._websocket, self._service)
+        if self._service.config.api_key is None:
+            require_own_page(self._websocket, self._service)
         try:
-            first = await asyncio.wait_for(self._websocket.receive_json(), _KEY_WITHIN_S)
+            first = await asyncio.wait_for(self._hear(), _KEY_WITHIN_S)
         except TimeoutError:
             raise Unauthorised(f"the key did not come within {_KEY_WITHIN_S:g} s") from None
-        key = first.get("key") if isinstance(first, dict) else None
+        key = first.get("key")
         self._owner = self._service.config.owner_of(f"Api-Key {key}" if key else None)
-        self._service.count_connection(self._owner, self)
+        self._service.sockets.add(self, self._owner)
+
+    async def _hear(self) -> dict[str, object]:
+        """The next message. Raises ValueError, before it is parsed, for one that is longer than any of a page's."""
+        text = await self._websocket.receive_text()
+        if len(text) > _MAX_MESSAGE_CHARACTERS:
+            raise ValueError
+        try:
+            message = json.loads(text)
+        except RecursionError:  # brackets, thousands deep
+            raise ValueError from None
+        return message if isinstance(message, dict) else {}
 
     async def _refuse(self, code: str, why: str) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
@@ -132,8 +148,7 @@ class _Viewer:
     async def _read(self) -> None:
         """Which sessions the page looks at."""
         while True:
-            message = await self._websocket.receive_json()
-            watched = message.get("watch") if isinstance(message, dict) else None
+            watched = (await self._hear()).get("watch")
             if isinstance(watched, list):
                 self._wanted = [str(name) for name in watched[:_MAX_WATCHED]]
                 self._changed.set()
@@ -163,8 +178,9 @@ class _Viewer:
             self._watch(self._wanted)  # again: one of them may have opened, or ended and opened anew
             for name, (entry, sent) in list(self._watched.items()):
                 await self._send_session(name, entry, sent)
+            await asyncio.sleep(_BREATH_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), PERIOD_S)
+                await asyncio.wait_for(self._changed.wait(), PERIOD_S - _BREATH_S)
 
     async def _send_session(self, name: str, entry: Entry, sent: Hashable) -> None:
         state_now = entry.history.mark
@@ -179,7 +195,7 @@ class _Viewer:
         if observed is not None:
             await self._websocket.send_bytes(observed)
         try:
-            video = await self._service.in_thread(state.imagined, entry.public_id, latest)
+            video = await self._service.for_people(state.imagined, entry.public_id, latest)
         except Exception:
             logger.exception("session %s: its imagined video could not be decoded", name)
             return

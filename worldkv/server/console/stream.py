@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from fractions import Fraction
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 BOUNDARY = "frame"
 _POLL_S = 0.1
+_drawn: WeakKeyDictionary[Entry, tuple[Latest, asyncio.Future[bytes]]] = WeakKeyDictionary()  # the last of each session
 
 
 def require_encoder() -> None:
@@ -39,11 +41,19 @@ async def parts(service: Service, entry: Entry) -> AsyncIterator[bytes]:
                 await asyncio.sleep(_POLL_S)
                 continue
             shown = latest.row.number
-            picture = await service.in_thread(jpeg_of, latest)
+            picture = await _picture(service, entry, latest)
             head = f"--{BOUNDARY}\r\ncontent-type: image/jpeg\r\ncontent-length: {len(picture)}\r\n\r\n"
             yield head.encode() + picture + b"\r\n"
     finally:
         entry.history.left()
+
+
+async def _picture(service: Service, entry: Entry, latest: Latest) -> bytes:
+    """Drawn once a tick, however many watch."""
+    drawn = _drawn.get(entry)
+    if drawn is None or drawn[0] is not latest:
+        drawn = _drawn[entry] = (latest, asyncio.ensure_future(service.for_people(jpeg_of, latest)))
+    return await asyncio.shield(drawn[1])
 
 
 def jpeg_of(latest: Latest) -> bytes:
