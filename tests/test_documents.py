@@ -9,15 +9,20 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "client/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
 def name(path: Path) -> str:
@@ -73,9 +78,67 @@ def help_of(command: str) -> str:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_links_lead_to_files_that_exist(path: Path) -> None:
-    links = [link for link in _LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link]
-    missing = [link for link in links if not (path.parent / link).exists()]
+    missing = []
+    for link, anchor in _LINK.findall(path.read_text(encoding="utf-8")):
+        target = path.parent / link if link else path
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{link}#{anchor}" if anchor else link)
     assert not missing, f"{name(path)} links to what is not there: {missing}"
+
+
+def anchors(document: Path) -> set[str]:
+    """As GitHub and mkdocs name a document's headings."""
+    text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
+
+
+class _Page(HTMLParser):
+    """A page's links and what can be linked to in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.names: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for attribute, value in attrs:
+            if attribute in ("href", "src") and value:
+                self.links.append(value)
+            if attribute in ("id", "name") and value:
+                self.names.add(value)
+
+
+def test_no_link_of_the_built_site_is_dead(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    done = python(["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")], ROOT)
+    assert done.returncode == 0, done.stderr
+    pages = {page: _Page(page.read_text(encoding="utf-8")) for page in (tmp_path / "site").rglob("*.html")}
+    assert len(pages) > len(list((ROOT / "docs").glob("*.md"))), "the pages that show sources are missing"
+    dead = []
+    for page, content in pages.items():
+        if page.name == "404.html":  # its links start at the address of the site
+            continue
+        for link in content.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = target / "index.html" if target.is_dir() else target
+            known = pages.get(target)
+            anchor = unquote(parts.fragment)
+            if not target.exists() or (anchor and known is not None and anchor not in known.names):
+                dead.append(f"{page.relative_to(tmp_path / 'site')}: {link}")
+    assert not dead, "\n".join(dead[:20])
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.parent.name == "docs"], ids=name)
+def test_every_document_stands_in_the_sites_navigation(path: Path) -> None:
+    assert re.search(rf": {re.escape(path.name)}$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_readme_shows_every_command() -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -373,3 +374,34 @@ def test_metrics_and_health_answer_while_a_session_is_copied_to_the_host(
         thread.join(10)
     assert "worldkv_sessions_parked 1.0" in http_get(server.port, "/metrics")[1]
     delete(server, "copied")
+
+
+def endings() -> list[str]:
+    """The last word of every operation on a session."""
+    from worldkv.server.rest import router
+
+    words = {route.path.rpartition("/")[2] for route in router.routes if "{session_id" in route.path}  # type: ignore[attr-defined]
+    return sorted(word for word in words if "{" not in word)
+
+
+@pytest.mark.parametrize("ending", endings())
+def test_an_id_that_ends_like_an_operation_can_be_read_reset_and_deleted(server: PolicyServer, ending: str) -> None:
+    assert len(endings()) >= 8
+    for name in (f"left/{ending}", ending):
+        whole = urllib.parse.quote(name, safe="")
+        assert call(server, "POST", "/v1/sessions", {"session_id": name})[0] == 201
+        status, told = call(server, "GET", f"/v1/sessions/{whole}")
+        assert (status, told.get("session_id")) == (200, name)
+        assert call(server, "POST", f"/v1/sessions/{whole}/reset")[1]["session_id"] == name
+        assert call(server, "POST", f"/v1/sessions/{name}/reset")[1]["session_id"] == name
+        assert call(server, "DELETE", f"/v1/sessions/{whole}")[0] == 200
+        assert call(server, "GET", f"/v1/sessions/{whole}")[0] == 404
+
+
+def test_ids_with_plain_slashes_are_read_as_before(server: PolicyServer) -> None:
+    assert call(server, "POST", "/v1/sessions", {"session_id": "left/arm"})[0] == 201
+    for path in ("left/arm", "left%2Farm", "left%2farm"):
+        assert call(server, "GET", f"/v1/sessions/{path}")[1]["session_id"] == "left/arm"
+    assert call(server, "GET", "/v1/sessions/left/arm/recording")[1]["code"] == "bad_request", "nothing is recorded"
+    assert call(server, "GET", "/v1/sessions/left/arm?x=/recording")[0] == 200
+    assert call(server, "DELETE", "/v1/sessions/left/arm")[0] == 200

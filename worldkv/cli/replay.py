@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 MORE = (
     "A recording is what `worldkv serve --record` wrote of a session: its ticks are run again and compared with\n"
-    "what was answered; any difference above --tolerance makes the exit code 1.\n"
+    "what was answered; any difference above --tolerance makes the exit code 1,\n"
+    "and so does a recording that has been cut short. One with ticks missing in between is refused.\n"
     "A clip is a folder with exterior_image_1_left.mp4, exterior_image_2_left.mp4 and wrist_image_left.mp4, at 15\n"
     "frames a second. The first request sends frame 0, request k the frames a-23, a-16, a-8 and a, with\n"
     "a = 23 + 24 (k - 1); joints and gripper are zero; with --url a server gets them, over its socket.\n"
@@ -124,6 +125,9 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
 
     recording = Recording.open(arguments.recording)
     recording.require_self_contained()
+    cuts, recording = recording.cuts(), recording.before_cuts()
+    for cut in cuts:
+        print(f"the recording is cut: {cut.text}")
     if arguments.lerobot is not None:
         check_lerobot(arguments.lerobot)
     arguments.batch_invariant |= bool(recording.about.get("batch_invariant"))
@@ -136,7 +140,8 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
             difference = recorded.drive(policy.open_session(), recording, robot, episode, table)
         if arguments.lerobot is not None:
             write_lerobot(arguments.lerobot, recording, robot)
-            print(f"LeRobot dataset in {arguments.lerobot}")
+            part = ", of the part before the cut" if cuts else ""
+            print(f"LeRobot dataset in {arguments.lerobot}{part}")
     finally:
         policy.close()
         policy.engine.shutdown()
@@ -148,7 +153,9 @@ def _replay_recording(arguments: argparse.Namespace) -> int:
             "they differ: another checkpoint, device or dtype, or sessions shared its batches then (docs/recording.md)"
         )
         return FAILED
-    return OK
+    if cuts:
+        print(f"only the {recording.num_ticks} ticks before the cut were replayed; hence exit code {FAILED}")
+    return FAILED if cuts else OK
 
 
 def _episode(policy: Policy, arguments: argparse.Namespace) -> Episode:

@@ -124,6 +124,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from worldkv.cli.preflight import check_before_loading, require_packages
+    from worldkv.server import memory
 
     config = ServerConfig(
         host=arguments.host,
@@ -145,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     require_packages("server", "uvicorn", "fastapi", "websockets")
     set_up_logging(arguments.log_format)
+    memory.use_few_heaps()
     with ExitStack() as ends:
         listening, tracer = check_before_loading(arguments, config, ends)
         app = load_app_for(arguments, max_sessions=arguments.max_sessions)
@@ -166,7 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
         print(_where(config, server.port, server.health_port), flush=True)
-        server.run()
+        with memory.given_back():
+            server.run()
         print("stopped; every session was closed", flush=True)
     return OK
 

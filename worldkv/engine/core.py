@@ -308,8 +308,7 @@ class EngineCore:
 
     def on_host(self, function: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Call it on a host thread, then `done` with its result or Exception on ours."""
-        future = self.executor.on_host(function)
-        self.inbox.forward(future, partial(_report, future, done))
+        self.inbox.forward(self.executor.on_host(function), partial(_report, done))
 
     def session(self, handle: SessionHandle) -> Session:
         """An open session, for tests that look inside. Raises KeyError."""
@@ -329,7 +328,7 @@ def _committed(request: Forward, result: object) -> object:
     return result
 
 
-def _report(future: Future[T], done: Callable[[T | Exception], None]) -> None:
+def _report(done: Callable[[T | Exception], None], future: Future[T]) -> None:
     """Call `done` with the result of a done future, or with the Exception in its place."""
     error = future.exception()
     if error is None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from worldkv.engine.session import SessionHandle, SnapshotHandle
@@ -141,9 +142,13 @@ class Inbox:
         self._letters.put(letter)
         return letter.answer
 
-    def forward(self, future: Future[T], report: Callable[[], None]) -> None:
-        """Have `report` called on the engine's thread once `future` is done."""
-        future.add_done_callback(lambda _: self._letters.put(Letter(HostDone(report))))
+    def forward(self, future: Future[T], report: Callable[[Future[T]], None]) -> None:
+        """Have `report` called with `future` on the engine's thread once it is done.
+
+        `report` must not hold the future: a future keeps its callbacks, and with them all that they hold (parked K/V,
+        say) until the next search for cycles.
+        """
+        future.add_done_callback(lambda done: self._letters.put(Letter(HostDone(partial(report, done)))))
 
     def take(self, wait_s: float) -> list[Letter]:
         """All messages so far. Waits up to `wait_s` seconds for a first one."""

@@ -7,13 +7,13 @@ from collections import Counter
 
 from worldkv.errors import AdmissionRefused
 
-_RETRY_MS = 1000
-
 
 class PerKey:
     """Lives on the event loop. Things of one kind, `kind` in words, of which one key may have `limit` at once."""
 
-    def __init__(self, kind: str, limit: int) -> None:
+    def __init__(self, kind: str, limit: int, retry_after_ms: int | None = None) -> None:
+        """`retry_after_ms`: when one ends by itself; None: none does."""
+        self._retry_after_ms = retry_after_ms
         self._kind = kind
         self._limit = limit
         self._owner_of: dict[object, str] = {}
@@ -23,7 +23,9 @@ class PerKey:
         """Raises AdmissionRefused where `owner` has as many as one key may."""
         if self._num_of[owner] >= self._limit:
             refusal = f"{self._limit} {self._kind}, the most that one client may have; close one"
-            raise AdmissionRefused(refusal, _RETRY_MS)
+            if self._retry_after_ms is None:
+                refusal += ": none closes by itself"
+            raise AdmissionRefused(refusal, self._retry_after_ms)
         self._owner_of[thing] = owner
         self._num_of[owner] += 1
 

@@ -1,4 +1,4 @@
-"""A session's recording as a tar file, streamed from the disk while the session may go on."""
+"""A session's recording as a tar file, streamed from the disk while the session may go on, or be deleted."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_CHUNK = 1 << 20
 _PADDING = 512  # a tar file's unit
+_LINES = ".jsonl"
 
 
 def tar_parts(folder: Path) -> Iterator[bytes]:
-    """What lies in the folder now, file by file; a file that grows meanwhile is cut where it ended at first."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and _is_whole(path)):
-        size = path.stat().st_size
+    """What lies in the folder, file by file, each as it is when its turn comes. What vanishes meanwhile is left out,
+    and so is a line that is being written: whoever reads the recording is told that it is cut.
+    """
+    for path in _files(folder):
+        try:
+            data, modified = path.read_bytes(), int(path.stat().st_mtime)
+        except OSError:  # gone, or its disk is
+            continue
+        if path.suffix == _LINES:
+            data = data[: data.rfind(b"\n") + 1]
         header = tarfile.TarInfo(f"{folder.name}/{path.relative_to(folder).as_posix()}")
-        header.size, header.mtime = size, int(path.stat().st_mtime)
+        header.size, header.mtime = len(data), modified
         yield header.tobuf()
-        with path.open("rb") as file:
-            left = size
-            while left:
-                data = file.read(min(left, _CHUNK))
-                yield data or bytes(left)  # cut off meanwhile, by a full disk say: the tar file stays one
-                left -= len(data) or left
-        yield bytes(-size % _PADDING)
+        yield data
+        yield bytes(-len(data) % _PADDING)
     yield bytes(2 * _PADDING)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The session's own first: every tick that they tell of is there by then."""
+    yield from sorted(path for path in folder.iterdir() if path.is_file() and _is_whole(path))
+    yield from sorted(path for path in folder.rglob("*/*") if path.is_file() and _is_whole(path))
 
 
 def _is_whole(path: Path) -> bool:

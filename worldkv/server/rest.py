@@ -12,9 +12,12 @@ import uuid
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import StreamingResponse
+from starlette.routing import Match
+from starlette.types import Scope
 
 from worldkv.engine.admission import Capacity
 from worldkv.errors import BadRequest, RequestTimedOut
@@ -155,7 +158,22 @@ OfSession = Annotated[Entry, Depends(_entry)]
 _FAILURES: dict[int | str, dict[str, Any]] = {
     status: {"model": Failure} for status in (400, 401, 404, 409, 413, 429, 500, 503)
 }
-router = APIRouter(prefix="/v1", responses=_FAILURES)
+
+
+class _Ending(APIRoute):
+    """Ids may hold slashes. What an operation is called stands after a slash of the URL; one that is written %2F is the
+    id's: `sessions/arm%2Frecording` reads the session "arm/recording".
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        ending, written = self.path.rpartition("/")[2], scope.get("raw_path")
+        if "{" in ending or not written or written.partition(b"?")[0].endswith(f"/{ending}".encode()):
+            return match, found
+        return Match.NONE, {}
+
+
+router = APIRouter(prefix="/v1", responses=_FAILURES, route_class=_Ending)
 # Ids may hold slashes, so a path's end is told apart first.
 
 

@@ -30,6 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.robots.schema import RobotContract
 from worldkv.server.http import owner_of
+from worldkv.server.memory import forget_frames
 from worldkv.server.names import in_env, owned
 from worldkv.server.rest import Owner, Served
 from worldkv.server.service import Service
@@ -97,11 +98,13 @@ class Connection:
         with self._service.metrics.connections.track_inprogress():
             try:
                 await self._converse()
-            except WebSocketDisconnect:
+            except WebSocketDisconnect as gone:
                 if self._serving:
                     self._count("abandoned")
+                forget_frames(gone)
             except Exception as error:
                 await self._refuse(error)
+                forget_frames(error)
             finally:
                 self._gone = True
                 self._service.sockets.forget(self)
@@ -257,6 +260,7 @@ class Connection:
             if not self._work.cancelled() and (error := self._work.exception()) is not None:
                 logger.info("a request that nobody waited for failed: %s", error)
             await self._service.sessions.detach(self, self._owner)  # from a session that was being opened
+        self._incoming = self._work = None  # whose errors' tracebacks hold this connection
 
     def _peer(self) -> str:
         client = self._websocket.client

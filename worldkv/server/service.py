@@ -54,7 +54,7 @@ class Service:
         self.app = app
         self.tracer: TickTracer | None = None
         self.sockets = PerKey("sockets are open", config.max_connections)
-        self.requests = PerKey("requests are being served", config.max_requests)
+        self.requests = PerKey("requests are being served", config.max_requests, retry_after_ms=1000)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="worldkv-reader")
         self._painters = ThreadPoolExecutor(_PAINTERS, thread_name_prefix="worldkv-painter")

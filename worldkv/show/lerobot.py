@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from worldkv.errors import BadRequest
 from worldkv.robots.embodiment import Embodiment
 from worldkv.show.recorded import number_names
 from worldkv.show.video import write_video
@@ -35,8 +36,11 @@ def check_lerobot(folder: Path) -> None:
 
 
 def write_lerobot(folder: Path, recording: Recording, robot: Embodiment) -> None:
-    """Raises like `check_lerobot`."""
+    """What is before the recording's first cut. Raises like `check_lerobot`, and BadRequest where that is nothing."""
     check_lerobot(folder)
+    recording = recording.before_cuts()
+    if not recording.num_ticks:
+        raise BadRequest(f"{recording.folder}: there is no whole tick to write")
     import pyarrow
     import pyarrow.parquet
 
