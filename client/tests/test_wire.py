@@ -473,7 +473,8 @@ class TestRequests:
 
     def test_a_reset_may_carry_what_nothing_reads(self) -> None:
         reset = {"endpoint": "reset", "reason": "done", "prompt": "p", "observation/wrist_image_left": np.zeros(3)}
-        assert parse_request(reset) == ResetRequest()
+        unread = ("reason", "prompt", "observation/wrist_image_left")
+        assert parse_request(reset) == ResetRequest(unread=unread)
 
     def test_control_keys_are_read(self) -> None:
         request = parse_request({"sequence": 3, "reset": True, "resume": np.bool_(True), "prompt": "p"})

@@ -190,7 +190,7 @@ def test_two_seeds_are_two_futures_and_a_session_that_saw_nothing_has_none(serve
         assert "nothing was observed yet" in refused.value.read().decode()
     for name in ("right", "new"):
         call(server, "DELETE", f"sessions/{name}")
-    ends = [(end.public_id, end.num_ticks) for end in server._service.sessions.recent_ends]
+    ends = [(end.public_id, end.num_ticks) for end in server._service.sessions.ends.recent("")]
     assert ends[-1] == ("new", 0)
 
 

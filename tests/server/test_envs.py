@@ -85,7 +85,7 @@ def test_an_env_id_that_is_too_long_for_a_name_is_refused_by_its_field() -> None
 
 
 def test_fields_of_a_reset_that_nothing_reads_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(FakePolicy()) as server, raw_client(server.port) as ws, caplog.at_level(logging.WARNING):
+    with serving(FakePolicy()) as server, raw_client(server.port) as ws, caplog.at_level(logging.INFO):
         for _ in range(3):
             assert ask(ws, {"endpoint": "reset", "episode_index": 7}) == "reset successful"
     told_of = [record.getMessage() for record in caplog.records if "episode_index" in record.getMessage()]

@@ -222,8 +222,8 @@ class Connection:
         if request.unread and not self._told_of_reset:
             self._told_of_reset = True
             which = ", ".join(shown_name(field) for field in request.unread[:8])
-            fields = {"event": "warning", "session": self._current_id}
-            logger.warning("session %s: a reset's fields that nothing reads: %s", self._current_id, which, extra=fields)
+            fields = {"event": "fields_unread", "session": self._current_id}  # no warning: many send all they have
+            logger.info("session %s: a reset's fields that nothing reads: %s", self._current_id, which, extra=fields)
         if request.env_id is None:
             await sessions.reset_all_within(name, self._owner)
         else:
