@@ -175,9 +175,9 @@ def test_a_proxy_s_password_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_who_expects_tls_of_a_server_without_it_is_told() -> None:
     with misbehaving(CountingServer()) as port:
-        with pytest.raises(ConnectionLost, match=r"worldkv itself speaks no TLS: is it ws:// that you mean\?"):
+        with pytest.raises(ConnectionLost, match=r"without --tls-cert worldkv speaks no TLS: is it ws:// that you mean\?"):
             PolicyClient("wss://127.0.0.1", port, connect_wait=0).infer(ROBOARENA)
-        with pytest.raises(OSError, match=r"SSL.*worldkv itself speaks no TLS"):
+        with pytest.raises(OSError, match=r"SSL.*without --tls-cert worldkv speaks no TLS"):
             Route.to(ServerAddress.parse("https://127.0.0.1", port)).http("/healthz")
 
 

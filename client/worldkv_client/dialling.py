@@ -67,7 +67,7 @@ class Route:
     def advice(self) -> str:
         """What to try where this route fails, behind a semicolon; may be empty."""
         if self.proxy is None:
-            return "; worldkv itself speaks no TLS: is it ws:// that you mean?" if self.address.secure else ""
+            return "; without --tls-cert worldkv speaks no TLS: is it ws:// that you mean?" if self.address.secure else ""
         if self.said_by == "proxy":
             return "; check the proxy, or go without"
         if self._is_beyond_websockets:
