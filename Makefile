@@ -21,14 +21,15 @@ QUICK := tests/test_layering.py tests/kv tests/attention tests/engine/test_sched
     tests/models/test_step_skipping.py tests/robots/test_transforms.py tests/robots/test_embodiment_file.py \
     tests/robots/test_observation.py client/tests/test_wire.py
 
-# One that cannot start, or makes no environments, is passed over.
-# What meets the packages that worldkv runs on: wire, client, server, checkpoints, commands. Two minutes on two cores.
+# What meets the packages that worldkv runs on: wire, client, server, checkpoints, commands. Minutes on two cores.
 OLDEST_EXTRAS := dreamzero server video plots cli lerobot otel test
 OLDEST_TESTS := client/tests tests/test_client.py tests/server tests/models/test_checkpoint.py \
     tests/models/test_random_checkpoint.py tests/models/test_tokenizer.py tests/cli/test_main.py tests/cli/test_serve.py \
     tests/cli/test_inspect.py tests/cli/test_replay.py tests/cli/test_video.py tests/cli/test_plots.py \
     tests/robots/test_recorder.py
+OLDEST_WARNINGS := -W "ignore:'enablePackrat' deprecated:DeprecationWarning"  # old matplotlib on new pyparsing
 
+# One that cannot start, or makes no environments, is passed over.
 OLD_PYTHONS := python3.9 $(wildcard $(HOME)/.pyenv/versions/3.9.*/bin/python) pypy3 python3.10 $(PYTHON)
 IS_USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 9))
 PYTHON_OLD ?= $(shell for python in $(OLD_PYTHONS); do \
@@ -75,7 +76,7 @@ test-client: $(CLIENT)/.installed
 
 test-oldest: $(OLDEST)/.installed
 	@echo "== with the lowest versions that pyproject.toml allows"
-	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 $(OLDEST_TESTS)
+	@OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 $(OLDEST_WARNINGS) $(OLDEST_TESTS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .
