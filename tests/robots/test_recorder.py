@@ -104,6 +104,7 @@ def test_a_replay_that_differs_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     policy.recorder = Recorder(tmp_path / "recorded", {})
     session = policy.open_session("arm")
     session.infer(droid_observation(np.random.default_rng(0), 1, "stack")).result()
+    session.close("the episode is over")
     (recording,) = recordings(policy)
     policy.close()
     policy.engine.shutdown()
