@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -175,7 +176,9 @@ def test_a_proxy_s_password_is_in_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_who_expects_tls_of_a_server_without_it_is_told() -> None:
     with misbehaving(CountingServer()) as port:
-        with pytest.raises(ConnectionLost, match=r"without --tls-cert worldkv speaks no TLS: is it ws:// that you mean\?"):
+        with pytest.raises(
+            ConnectionLost, match=r"without --tls-cert worldkv speaks no TLS: is it ws:// that you mean\?"
+        ):
             PolicyClient("wss://127.0.0.1", port, connect_wait=0).infer(ROBOARENA)
         with pytest.raises(OSError, match=r"SSL.*without --tls-cert worldkv speaks no TLS"):
             Route.to(ServerAddress.parse("https://127.0.0.1", port)).http("/healthz")
@@ -188,3 +191,21 @@ def test_a_socks_proxy_carries_websockets_only(given: str, monkeypatch: pytest.M
     assert (route.proxy, route.said_by) == ("socks5h://127.0.0.1:1", "all_proxy")
     with pytest.raises(OSError, match=r"only websockets can go through the proxy socks5h://127.0.0.1:1"):
         route.http("/healthz")
+
+
+@pytest.mark.parametrize("answer", [b"", b"220 mail.example ESMTP\r\n\r\n", b"HTTP/1.1 what\r\n\r\n"])
+def test_what_answers_and_speaks_no_http_is_no_policy_server(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # closed at the end
+                while True:
+                    with listener.accept()[0] as peer:
+                        peer.recv(4096)
+                        peer.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        client = PolicyClient("127.0.0.1", listener.getsockname()[1], connect_wait=0)
+        with pytest.raises(ConnectionLost, match="no policy server answers"), client:
+            pass
+        listener.shutdown(socket.SHUT_RDWR)

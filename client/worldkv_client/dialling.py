@@ -17,6 +17,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from websockets.exceptions import InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 from websockets.version import version as websockets_version
 
@@ -67,7 +68,9 @@ class Route:
     def advice(self) -> str:
         """What to try where this route fails, behind a semicolon; may be empty."""
         if self.proxy is None:
-            return "; without --tls-cert worldkv speaks no TLS: is it ws:// that you mean?" if self.address.secure else ""
+            return (
+                "; without --tls-cert worldkv speaks no TLS: is it ws:// that you mean?" if self.address.secure else ""
+            )
         if self.said_by == "proxy":
             return "; check the proxy, or go without"
         if self._is_beyond_websockets:
@@ -86,6 +89,10 @@ class Route:
             opened: ClientConnection = connect(self.address.websocket(page), **options)
         except ImportError as error:  # python-socks
             raise ImportError(f"{error}; it is needed to go{self._way}") from error
+        except OSError:  # of which some, wrong certificates for one, are ValueErrors as well
+            raise
+        except (EOFError, ValueError, LookupError) as error:  # websockets 13 and 14, where what answers speaks no HTTP
+            raise InvalidHandshake(str(error)) from error
         return opened
 
     def http(

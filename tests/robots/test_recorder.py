@@ -114,7 +114,7 @@ def test_a_replay_that_differs_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     command = ["replay", "--checkpoint", str(checkpoint), "--recording", str(recording.folder)]
     command += ["--output", str(tmp_path / "replay")]
     assert main(command) == 1
-    assert "0 of 1 ticks are equal to the recording bit for bit" in capsys.readouterr().out
+    assert "0 of 1 tick are equal to the recording bit for bit" in capsys.readouterr().out
     assert main([*command, "--tolerance", "0.1"]) == 0
 
 

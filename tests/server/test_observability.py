@@ -115,7 +115,7 @@ def test_top_prints_what_the_console_shows(server: PolicyServer, capsys: pytest.
         robot.infer(observation(0))
         assert main(["top", "--url", f"ws://127.0.0.1:{server.port}", "--once"]) == 0
     out = capsys.readouterr().out
-    for words in ("RANDOM WEIGHTS", "1 sessions, 0 parked", "arm-7", "1/9", "more fit", "blocks [#"):
+    for words in ("RANDOM WEIGHTS", "1 session, 0 parked", "arm-7", "1/9", "more fit", "blocks [#"):
         assert words in out
     assert main(["top", "--url", "ws://127.0.0.1:9"]) == 1
     assert "check the address" in capsys.readouterr().err
