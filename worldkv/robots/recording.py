@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from worldkv.robots.observation import Observation
 from worldkv.robots.recorder import END, EVENTS_FILE, FORMAT, SESSION_FILE, TICKS
 
 
+Event: TypeAlias = Mapping[str, Any]  # a line of events.jsonl, or session.json
+
+
 @dataclass(frozen=True)
 class RecordedTick:
     """One tick: what was observed, and what was answered."""
@@ -32,7 +35,7 @@ class RecordedTick:
     observation: Observation
     actions: np.ndarray  # float32 [horizon, action_dim]
     video_latents: torch.Tensor
-    about: Mapping[str, Any]  # its line in events.jsonl
+    about: Event  # its line in events.jsonl
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Recording:
     """
 
     folder: Path
-    about: Mapping[str, Any]
-    events: tuple[Mapping[str, Any], ...]
+    about: Event
+    events: tuple[Event, ...]
 
     @classmethod
     def open(cls, folder: Path) -> Recording:
@@ -129,7 +132,7 @@ class Recording:
             if event["event"] == "tick":
                 yield self.tick(event, robot)
 
-    def tick(self, event: Mapping[str, Any], robot: Embodiment) -> RecordedTick:
+    def tick(self, event: Event, robot: Embodiment) -> RecordedTick:
         """Raises BadRequest for a tick that is damaged or of another robot."""
         path = self.folder / TICKS / str(event["file"])
         try:
@@ -154,7 +157,7 @@ class Recording:
         return RecordedTick(int(event["tick"]), float(event["seconds"]), observation, actions, latents, event)
 
 
-def _event(line: bytes) -> Mapping[str, Any]:
+def _event(line: bytes) -> Event:
     try:
         event = json.loads(line)
         is_one = isinstance(event, dict) and isinstance(event.get("event"), str)
@@ -165,7 +168,7 @@ def _event(line: bytes) -> Mapping[str, Any]:
     return event if is_one else {"event": "unreadable"}
 
 
-def _what_is_missing(event: Mapping[str, Any], expected: int) -> str:
+def _what_is_missing(event: Event, expected: int) -> str:
     if event["event"] == "unreadable":
         return f"after {_named(expected)} a line of {EVENTS_FILE} is cut off or damaged"
     count = event.get("missing")
