@@ -22,7 +22,6 @@ from worldkv.robots.embodiment import Embodiment
 from worldkv.robots.observation import Observation
 from worldkv.robots.recorder import END, EVENTS_FILE, FORMAT, SESSION_FILE, TICKS
 
-
 Event: TypeAlias = Mapping[str, Any]  # a line of events.jsonl, or session.json
 
 
