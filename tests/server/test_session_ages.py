@@ -143,3 +143,32 @@ def test_a_socket_too_many_is_promised_nothing() -> None:
         assert isinstance(text, str)
         assert retry_after_ms(text) is None
         assert "none closes by itself" in text
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_socket_has_left_does_not_fill_the_host_with_parked_sessions() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("diffusers")
+    from engines import random_checkpoint
+    from test_rest import observation
+
+    from worldkv.engine.engine import EngineConfig
+    from worldkv.load import load_policy
+    from worldkv.server.server import PolicyServer, ServerConfig
+    from worldkv.wire import pack
+
+    policy = load_policy(random_checkpoint("ti2v"), EngineConfig(block_size=16, max_sessions=2))
+    most, message = 0, observation(0) | {"endpoint": "infer"}
+    try:
+        with PolicyServer(policy, ServerConfig(port=0, session_grace_s=0.3, max_sessions=30)) as server:
+            eventually(lambda: http_get(server.port, "/healthz")[0] == 200, 30)
+            with raw_client(server.port) as ws:
+                for episode in range(60):
+                    assert not isinstance(ask(ws, pack(message | {"session_id": episode})), str)
+                    most = max(most, policy.engine.stats().num_parked)
+                    time.sleep(0.02)
+                assert 0 < most < 30
+                eventually(lambda: policy.engine.stats().bytes_parked == 0)
+    finally:
+        policy.close()
+        policy.engine.shutdown()
