@@ -166,6 +166,9 @@ def test_python_that_is_shown_runs(block: str, code: str, tmp_path: Path) -> Non
     for module in ("torch", "diffusers", "starlette"):
         if f"worldkv.{'server' if module == 'starlette' else 'policy'}" in code:
             pytest.importorskip(module)
+    compile(code, block, "exec")
+    if '"gpu-box"' in code:  # a machine that is not here
+        return
     done = python(["-c", code], tmp_path)
     assert done.returncode == 0, f"{block}:\n{done.stderr}"
 

@@ -134,8 +134,8 @@ def test_zero_is_an_open_gripper_and_one_a_closed_one_in_both_simulators() -> No
 def test_what_is_wrong_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert fetch_sim.main(["--ticks", "0"]) == 2
     assert "--ticks: expected at least 1" in capsys.readouterr().err
-    assert fetch_sim.main(["--url", "http://gpu-box:8000"]) == 2
-    assert "expected ws://HOST:PORT, got 'http://gpu-box:8000'" in capsys.readouterr().err
+    assert fetch_sim.main(["--url", "ftp://gpu-box:8000"]) == 2
+    assert "expected ws://, wss://, http:// or https://, got 'ftp://gpu-box:8000'" in capsys.readouterr().err
     for module, missing, extra in (
         (fetch_sim, "gymnasium_robotics", "sim"),
         (robosuite_panda, "robosuite", "robosuite"),

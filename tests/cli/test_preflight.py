@@ -104,6 +104,12 @@ class _Recording:
     def require_self_contained(self) -> None:
         return
 
+    def cuts(self) -> list[object]:
+        return []
+
+    def before_cuts(self) -> _Recording:
+        return self
+
 
 def test_recordings_that_fill_their_limit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ticks").write_bytes(b"x" * 5000)
@@ -123,7 +129,8 @@ def test_a_collector_without_its_packages_is_told(
 
 
 def test_the_port_is_held_from_the_check_on() -> None:
-    with contextlib.closing(take_port("127.0.0.1", 0)) as held, pytest.raises(OSError, match="is in use"):
+    (listening,) = take_port("127.0.0.1", 0)
+    with contextlib.closing(listening) as held, pytest.raises(OSError, match="is in use"):
         take_port("127.0.0.1", held.getsockname()[1])
 
 

@@ -22,7 +22,7 @@ def load(*arguments, **options):
     print("loading", flush=True)
     {waits}
 serve.load_app_for = load
-sys.exit(cli.main(["serve", "--checkpoint", "nowhere", "--port", "0"]))
+sys.exit(cli.main(["serve", "--checkpoint", ".", "--port", "0"]))
 """
 SLEEPS = "time.sleep(60)"
 SWALLOWS = """

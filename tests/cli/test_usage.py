@@ -197,7 +197,7 @@ echo "${COMPREPLY[@]}"
     ("words", "completed"),
     [
         (["se"], ["serve"]),
-        (["serve", "--max"], ["--max-sessions"]),
+        (["serve", "--episode"], ["--episode-gap"]),
         (["plan", "--precision", ""], ["model", "fp8"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
     ],

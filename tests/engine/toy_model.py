@@ -162,7 +162,7 @@ def make_toy_engine(
 ) -> Engine[ToyInputs, int | None, ToyResult]:
     config = EngineConfig(block_size=block_size, **options)
     if num_blocks is None:
-        num_blocks = config.max_sessions * model.spec.blocks_per_session(block_size)
+        num_blocks = (config.max_sessions or 4) * model.spec.blocks_per_session(block_size)
     storage = KVStorage(model.spec, num_blocks, block_size, dtype=torch.float64)
     return Engine(model, KVCache(model.spec, storage, ReferenceBackend()), config)
 

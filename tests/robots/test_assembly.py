@@ -34,13 +34,14 @@ def test_without_a_number_of_sessions_the_cache_takes_what_is_free_beside_room_t
         return assembly._num_blocks(spec, config, torch.device("cuda"), torch.bfloat16)
 
     assert blocks(96) * spec.bytes_per_block(128, 2) == pytest.approx(96 * 2**30 - 0.08 * total, abs=2e8)
-    with pytest.raises(ValueError, match=r"not one session fits: it needs 158 blocks, 20.0 GiB are free"):
+    with pytest.raises(ValueError, match=r"one session needs .* are free .*; not one fits"):
         blocks(20)
 
 
-def test_without_a_gpu_the_number_of_sessions_has_to_be_said() -> None:
-    with pytest.raises(ValueError, match="max_sessions: expected a number without a GPU"):
-        make_engine("ti2v", max_sessions=None)
+def test_without_a_gpu_and_without_a_number_there_is_room_for_at_most_four_sessions() -> None:
+    engine = make_engine("ti2v", max_sessions=None)
+    assert 1 <= engine.capacity().num_more_sessions <= 4
+    engine.shutdown()
 
 
 def test_float8_needs_a_gpu() -> None:

@@ -126,7 +126,8 @@ def test_the_limit_holds_over_restarts(tmp_path):
 def test_ticks_that_waited_when_the_limit_was_reached_are_not_written(tmp_path):
     policy, go_on = fakes.make_policy(fakes.FakeModel()), threading.Event()
     policy.recorder = Recorder(tmp_path / "r", {}, limit_bytes=1)
-    assert policy.recorder.put(lambda: go_on.wait(10) and None)  # a slow disk
+    slow = policy.recorder.begin("slow")
+    assert policy.recorder.put(slow, 0, lambda: go_on.wait(10) and None)  # a slow disk
     session = policy.open_session("arm")
     for _ in range(3):
         session.infer(fakes.observation()).result(5)

@@ -152,7 +152,7 @@ def test_a_chart_of_two_minutes_does_not_stretch_two_seconds(browser: Any, conso
     visit(browser, console_server)
     written = record_labels(browser)
     wait_for(browser, "live", "#status")
-    assert written("rows per forward") >= {"2 min ago", "1 min ago", "now"}
+    eventually(lambda: written("rows per forward") >= {"2 min ago", "1 min ago", "now"}, PATIENCE_S)
     script = """const c = document.querySelector("canvas[aria-label='rows per forward']"), g = c.getContext('2d');
         const blue = getComputedStyle(document.documentElement).getPropertyValue('--blue').trim().slice(1);
         const [r, b] = [0, 4].map((at) => parseInt(blue.slice(at, at + 2), 16));
