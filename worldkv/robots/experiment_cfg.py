@@ -126,6 +126,9 @@ def read_training(files: ExperimentCfg) -> Trained:
     per_step = bool(files.conf("relative_action_per_horizon", required=False))
     any_relative = files.conf("relative_action", required=False) or per_step
     relative = files.conf("relative_action_keys") if any_relative else None
+    if relative is not None and not (isinstance(relative, list) and all(isinstance(key, str) for key in relative)):
+        files.fault(f"conf.yaml: relative_action_keys: expected a list of names, got {relative!r}")
+        relative = []
     if relative and actions and not set(actions) & set(relative):
         files.fault(f"conf.yaml: relative_action_keys is {relative!r}; none is an action of {files.tag}: {actions}")
     return Trained(
