@@ -61,6 +61,7 @@ def test_it_ends_at_once_while_it_loads() -> None:
 def test_a_second_signal_does_not_wait_for_what_swallowed_the_first() -> None:
     process = started(SWALLOWS)
     assert process.stdout is not None
+    time.sleep(0.5)  # from its word to its first sleep
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "swallowed\n"
     process.send_signal(signal.SIGTERM)

@@ -80,7 +80,7 @@ def test_a_parked_session_is_resumed_by_a_button_and_has_lost_nothing(
         assert "Park" not in displayed(browser, ".toolbar button")
         click(browser, "Resume")
         wait_for(browser, "live", ".session .chip")
-        assert "was resumed" in shown(browser, ".log")
+        wait_for(browser, "was resumed", ".log")
         assert "2 ticks" in shown(browser, ".session")
         state = state_of(console_server, "arm")
         assert (state["state"], state["frames_seen"]) == ("live", before)
