@@ -62,6 +62,8 @@ def load_app(checkpoint: Checkpoint | Path | str, config: EngineConfig | None = 
 
     Raises CheckpointError, also where nothing serves the family.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = checkpoint_folder(checkpoint)
     family = "dreamzero" if isinstance(checkpoint, Checkpoint) else served_family(checkpoint)
     return APPS[family](checkpoint, config, **options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.server
 import socket
 import threading
@@ -85,10 +86,19 @@ def test_elsewhere_the_proxy_is_taken_and_an_error_names_it_and_the_ways_out(pro
     assert proxy.asked == [f"CONNECT {FAR}:8000 HTTP/1.1"] * 2, "a refusal is not asked for again"
 
 
+# http.client leaves the socket of a tunnel that is refused to be found as garbage (seen in Python 3.9).
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_a_page_elsewhere_goes_through_the_same_proxy(proxy: FakeProxy) -> None:
     assert Route.to(ServerAddress.parse(FAR)).http("/healthz") == (403, b"denied")
-    with pytest.raises(OSError, match=f"through the proxy {proxy.url}"):
-        Route.to(ServerAddress.parse(f"https://{FAR}")).http("/healthz")
+
+    def refused() -> str:
+        with pytest.raises(OSError) as error:
+            Route.to(ServerAddress.parse(f"https://{FAR}")).http("/healthz")
+        return str(error.value)
+
+    assert f"through the proxy {proxy.url}" in refused()
+    for _ in range(3):
+        gc.collect()  # here, where it is expected
     assert proxy.asked[0] == f"GET http://{FAR}:8000/healthz HTTP/1.1"
     assert proxy.asked[1].startswith(f"CONNECT {FAR}:443 ")
 
