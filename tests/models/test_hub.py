@@ -21,9 +21,9 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytest.importorskip("huggingface_hub")
 
+from damaged import make
 from engines import random_checkpoint
 from hub_server import COMMIT, Hub, hub
-from test_damaged_checkpoints import make
 from test_tokenizer import write_word_tokenizer
 
 from worldkv.models.hub import checkpoint_folder, is_repository

@@ -28,12 +28,15 @@ def log(form: str) -> Iterator[io.StringIO]:
     handler.setFormatter(FORMS[form]())
     handler.addFilter(Throttle())
     root.addHandler(handler)
-    level, _ = root.level, root.setLevel(logging.INFO)
+    levels = {logger: logger.level for logger in (root, logging.getLogger(TICKS))}  # a command may have set them
+    for logger in levels:
+        logger.setLevel(logging.INFO)
     try:
         yield stream
     finally:
         root.removeHandler(handler)
-        root.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def require_honest(text: str, form: str) -> None:
