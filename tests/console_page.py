@@ -79,8 +79,7 @@ def theme(browser: Any, name: str) -> None:
 
 def shown(browser: Any, selector: str = "body") -> str:
     """The text that is displayed there; "" where nothing is."""
-    script = "return [...document.querySelectorAll(arguments[0])].map((e) => e.innerText).join('\\n')"
-    return str(browser.execute_script(script, selector))
+    return "\n".join(displayed(browser, selector))
 
 
 def wait_for(browser: Any, words: str, selector: str = "body") -> None:

@@ -123,6 +123,7 @@ def test_what_is_lost_is_asked_about_first(browser: Any, console_server: PolicyS
         visit(browser, console_server, "#/s/arm")
         wait_for(browser, "stack the cups")
         for letter, question in (("r", "Reset arm?"), ("c", "Close arm?"), ("i", "Imagine a tick of arm?")):
+            eventually(browser.find_element("css selector", ".toolbar").is_enabled, PATIENCE_S)  # not while it is stale
             press(browser, letter)
             wait_for(browser, question, "#ask")
             assert "A robot is connected to arm" in shown(browser, "#ask")
