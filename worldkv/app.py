@@ -8,6 +8,7 @@ lives in the engine, and so does who may do what when.
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from worldkv.engine.engine import Engine, Health, SessionHandle, SnapshotHandle, TickReply
 
 logger = logging.getLogger(__name__)
+_TELL_EVERY_S = 3.0  # how far a warm-up is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +177,21 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
         self.engine.release(snapshot)
 
     def warm_up(self) -> None:
-        """Run the two kinds of tick that clients ask for (first, later) in a session that is thrown away."""
-        self.engine.warm_up()
+        """Make what the model makes by shape, then run the two kinds of tick that clients ask for (first, later) in a
+        session that is thrown away. The log says how far it is, and how long it took."""
+        began = told = time.monotonic()
+        num_steps = 0
+
+        def progress(done: int, steps: int) -> None:
+            nonlocal told, num_steps
+            num_steps = steps
+            if steps and time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                logger.info("warming up: %d of %d shapes are made", done, steps)
+
+        self.engine.warm_up(progress)
         self._warm = True
+        logger.info("warm after %.1f s, %d shapes were made", time.monotonic() - began, num_steps)
 
     def health(self) -> Health:
         """The engine's, and not ready before `warm_up` has ended."""
@@ -217,11 +231,11 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
     def infer(self, inputs: InputsT, deadline: float | None = None) -> Future[ReplyT]:
         """Start a tick and return at once. The arrays of `inputs` must not change until it is done.
 
-        `inputs`: what `App.read` made, or else what the app takes in its place. `deadline`: see `Engine.submit`. Raises
-        EngineStopped. The rest arrives in the future: BadRequest, SessionBusy, SessionNotFound, SessionEnded (reset or
-        closed meanwhile), the engine's errors.
+        `inputs`: what `App.read` made, or else what the app takes in its place. `deadline`: see `Engine.submit`; None
+        is `App.period_s` from now. Raises EngineStopped. The rest arrives in the future: BadRequest, SessionBusy,
+        SessionNotFound, SessionEnded (reset or closed meanwhile), the engine's errors.
         """
-        return self._submit(inputs, deadline)
+        return self._submit(inputs, time.perf_counter() + self._app.period_s if deadline is None else deadline)
 
     def _submit(
         self, inputs: InputsT, deadline: float | None = None, *, waits_its_turn: bool = False

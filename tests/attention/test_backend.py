@@ -37,7 +37,7 @@ class Wrong(ReferenceBackend):
 
     name = "wrong"
 
-    def plan(self, storage, rows):  # type: ignore[no-untyped-def]
+    def plan(self, storage, rows, limits=None):  # type: ignore[no-untyped-def]
         plan = super().plan(storage, rows)
         run = plan.run
         plan.run = lambda *arguments: run(*arguments) * 1.1  # type: ignore[method-assign]
@@ -47,7 +47,7 @@ class Wrong(ReferenceBackend):
 class Broken(Wrong):
     name = "broken"
 
-    def plan(self, storage, rows):  # type: ignore[no-untyped-def]
+    def plan(self, storage, rows, limits=None):  # type: ignore[no-untyped-def]
         raise RuntimeError("no kernel image")
 
 

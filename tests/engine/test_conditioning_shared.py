@@ -107,7 +107,7 @@ def test_what_the_blocks_hold_is_what_the_model_projects(engine: Engine) -> None
         inputs = make_inputs(engine, number, num_frames=1, prompt=number % PROMPTS)
         prompts = {CONDITIONAL: (inputs.token_ids, inputs.attention_mask), UNCONDITIONAL: engine.model.negative_prompt}
         with torch.no_grad():
-            feature = engine.model.encode("image", [(engine.model._pixels(inputs.frames)[:, :, 0],)])[0]
+            feature = engine.model.encode("image", [(engine.model.encoding.pixels(inputs.frames)[:, :, 0],)])[0]
             for branch, prompt in prompts.items():
                 halves = inside(engine, session).kv.branches[branch].conditioning
                 embedding = engine.model.encode("text", [tuple(torch.from_numpy(part) for part in prompt)])[0]

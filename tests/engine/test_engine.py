@@ -92,7 +92,11 @@ def test_sessions_at_different_fills_share_forwards(engine: Engine) -> None:
     old, new = engine.open_session(), engine.open_session()
     for tick in range(2):
         engine.submit(old, make_inputs(engine, tick, frames_of(tick))).result()
-    futures = [engine.submit(old, make_inputs(engine, 2)), engine.submit(new, make_inputs(engine, 9, 1))]
+    engine.submit(new, make_inputs(engine, 8, 1)).result()
+    go_on = threading.Event()
+    engine.ask(Inspect(lambda core: go_on.wait(10)))  # so that both begin at once
+    futures = [engine.submit(old, make_inputs(engine, 2)), engine.submit(new, make_inputs(engine, 9))]
+    go_on.set()
     for future in futures:
         future.result()
     assert max(sizes) == 4, "two ticks in flight never shared a forward"

@@ -6,52 +6,71 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from worldkv.engine.scheduler import PATIENCE_S, Scheduler
+from worldkv.engine.scheduler import LEAST_URGENT_S, PATIENCE_S, Scheduler
 from worldkv.engine.session import Tick
-from worldkv.models.base import Encode, Forward
+from worldkv.models.base import BatchLimits, Encode, Forward
 
 
-def forward(num_rows: int = 2, num_tokens: int = 10) -> Forward:
-    row: Any = SimpleNamespace(context=SimpleNamespace(num_tokens=num_tokens))
+def forward(num_rows: int = 2, num_tokens: int = 10, num_draft_tokens: int = 0) -> Forward:
+    row: Any = SimpleNamespace(context=SimpleNamespace(num_tokens=num_tokens), num_draft_tokens=num_draft_tokens)
     return Forward((row,) * num_rows, "denoise")
 
 
-def job(request: Any, waiting_since: float, deadline: float | None = None, submitted: float = 0.0) -> Tick:
-    session: Any = SimpleNamespace()
+def job(request: Any, submitted: float, deadline: float | None = None, *, own_session: bool = True) -> Tick:
+    session: Any = SimpleNamespace() if own_session else None
     made = Tick(session, Future(), deadline=deadline, submitted=submitted)
-    made.request, made.waiting_since = request, waiting_since
+    made.request = request
     return made
+
+
+def next_batch(jobs: list[Tick], max_rows: int = 100, max_tokens: int = 1000, max_encodes: int = 8) -> list[Tick]:
+    return Scheduler(BatchLimits(max_rows, max_tokens, max_encodes)).next_batch(jobs)
 
 
 def test_forwards_of_different_ticks_share_a_batch_up_to_the_limits() -> None:
     jobs = [job(forward(), i) for i in range(5)]
-    assert Scheduler(6, 1000).next_batch(jobs) == jobs[:3], "max_rows"
-    assert Scheduler(100, 45).next_batch(jobs) == jobs[:2], "max_tokens"
-    assert Scheduler(1, 1).next_batch(jobs) == jobs[:1], "a tick's own rows always fit"
+    assert next_batch(jobs, max_rows=6) == jobs[:3]
+    assert next_batch(jobs, max_tokens=45) == jobs[:2]
+    assert next_batch(jobs, max_rows=1, max_tokens=1) == jobs[:1], "a tick's own rows always fit"
 
 
-def test_the_longest_waiting_leads_and_only_its_kind_joins() -> None:
+def test_draft_tokens_count_and_a_smaller_forward_takes_the_room_that_a_larger_one_does_not_fit() -> None:
+    jobs = [job(forward(2, 10, 5), 0), job(forward(2, 10, 5), 1), job(forward(2, 5), 2)]
+    assert next_batch(jobs, max_tokens=45) == [jobs[0], jobs[2]]
+
+
+def test_encoders_run_in_small_batches() -> None:
+    jobs = [job(Encode("video", None), i) for i in range(5)]
+    assert next_batch(jobs, max_encodes=3) == jobs[:3]
+
+
+def test_the_first_to_come_leads_and_only_its_kind_joins() -> None:
     text, video = Encode("text", None), Encode("video", None)
     jobs = [job(forward(), 3), job(video, 1), job(text, 2), job(video, 5)]
-    assert Scheduler(8, 1000).next_batch(jobs) == [jobs[1], jobs[3]]
+    assert next_batch(jobs) == [jobs[1], jobs[3]]
 
 
 def test_an_earlier_deadline_goes_first_but_nobody_starves_behind_deadlines() -> None:
     patient, urgent = job(forward(), 0.0), job(forward(), 1.0, deadline=1.5)
-    assert Scheduler(2, 1000).next_batch([patient, urgent]) == [urgent]
-    urgent.waiting_since = urgent.deadline = 2 * PATIENCE_S
-    assert Scheduler(2, 1000).next_batch([patient, urgent]) == [patient]
+    assert next_batch([patient, urgent], max_rows=2) == [urgent]
+    urgent = job(forward(), 2 * PATIENCE_S, deadline=2 * PATIENCE_S)
+    assert next_batch([patient, urgent], max_rows=2) == [patient]
+
+
+def test_what_belongs_to_no_session_gives_way_to_all_that_does() -> None:
+    video, tick = job(Encode("decode", None), 0.0, own_session=False), job(forward(), LEAST_URGENT_S - PATIENCE_S - 1)
+    assert next_batch([video, tick]) == [tick]
 
 
 def test_ticks_that_come_after_their_deadline_do_not_go_first_for_ever() -> None:
     patient = job(forward(), 0.0)
     for number in range(100):
         now = 0.1 * number
-        late = job(forward(), now, deadline=now - 100, submitted=now)
-        if Scheduler(2, 1000).next_batch([patient, late]) == [patient]:
+        late = job(forward(), now, deadline=now - 100)
+        if next_batch([patient, late], max_rows=2) == [patient]:
             break
     assert PATIENCE_S <= now < PATIENCE_S + 0.15
 
 
 def test_nothing_waiting_is_an_empty_batch() -> None:
-    assert Scheduler(2, 10).next_batch([job(None, 0.0)]) == []
+    assert next_batch([job(None, 0.0)]) == []

@@ -158,13 +158,13 @@ def test_encoders_batch_equal_shapes_and_keep_the_order() -> None:
 
 def test_a_prompt_that_comes_back_is_not_encoded_again() -> None:
     engine = make_engine("ti2v", block_size=16)
-    calls, encode = [], engine.model._encode["text"]
+    calls, encode = [], engine.model.encoders.text.encode
 
     def counted(*payload: Any) -> Any:
         calls.append(len(payload[0]))
         return encode(*payload)
 
-    engine.model._encode["text"] = counted
+    engine.model.encoders.text.encode = counted
     results = []
     for _ in range(2):  # between the two nobody holds the prompt's K/V
         session = engine.open_session()

@@ -19,7 +19,7 @@ import torch
 
 from worldkv.attention.names import BACKENDS, check_name
 from worldkv.device import upload
-from worldkv.kv.row import AttentionRow
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.storage import KVStorage
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,13 @@ class AttentionBackend(Protocol):
         """One line on why this backend cannot serve this storage, and what would help; None where it can."""
         ...
 
-    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan: ...
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> AttentionPlan:
+        """`limits`: of all rows that ever come; then the plans of as many rows are alike, whatever these rows are."""
+        ...
 
 
 _FAST = ("flash4", "cudnn")
-# "auto" takes flash4 for rows of at least so many queries and keys, or for at most so many short rows; cuDNN otherwise.
+# "auto" takes flash4 where rows have up to so many queries and keys or more, or for so few short rows; cuDNN otherwise.
 # On an H200 each is the faster one there (docs/benchmarks.md).
 _MANY_QUERIES, _MANY_KEYS, _FEW_ROWS = 512, 1024, 4
 _TOLERANCE = 2e-2  # relative error of half precision against the reference
@@ -113,11 +115,11 @@ class ByShape:
     def why_not(self, storage: KVStorage) -> str | None:
         return self._first.why_not(storage) or self._second.why_not(storage)
 
-    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> AttentionPlan:
-        queries, keys = [row.num_queries for row in rows], [row.num_visible for row in rows]
-        many = min(queries) >= _MANY_QUERIES and min(keys) >= _MANY_KEYS
-        few = max(queries) < _MANY_QUERIES and len(rows) <= _FEW_ROWS
-        return (self._first if many or few else self._second).plan(storage, rows)
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> AttentionPlan:
+        limits = limits or RowLimits(max(r.num_queries for r in rows), max(r.num_visible for r in rows))
+        long = limits.num_queries >= _MANY_QUERIES and limits.num_visible >= _MANY_KEYS
+        few = limits.num_queries < _MANY_QUERIES and len(rows) <= _FEW_ROWS
+        return (self._first if long or few else self._second).plan(storage, rows, limits)
 
 
 def _trouble(backend: AttentionBackend, storage: KVStorage) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from worldkv.attention.paged import PagedPlan, ShapeClass
-from worldkv.kv.row import AttentionRow
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.storage import KVStorage
 
 _MIN_CAPABILITY = (8, 0)
@@ -56,8 +56,8 @@ class CudnnBackend:
             return f"cudnn attention needs nvidia-cudnn-frontend ({error}): pip install nvidia-cudnn-frontend"
         return None
 
-    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> CudnnPlan:
-        return CudnnPlan(storage, rows)
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> CudnnPlan:
+        return CudnnPlan(storage, rows, limits)
 
 
 _Q, _K, _V, _OUT, _TABLE, _QUERIES, _KEYS, _STARTS = range(1, 9)  # tensor ids in the graph

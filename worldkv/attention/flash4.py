@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from worldkv.attention.paged import PagedPlan
-from worldkv.kv.row import AttentionRow
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.storage import KVStorage
 
 _BLOCK_SIZE = 128  # a page is a whole key tile and comes through the tensor memory accelerator
@@ -60,8 +60,8 @@ class Flash4Backend:
             return f"flash4 attention needs flash-attn-4 ({error}): pip install 'flash-attn-4[cu13]'"
         return None
 
-    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> Flash4Plan:
-        return Flash4Plan(storage, rows)
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> Flash4Plan:
+        return Flash4Plan(storage, rows, limits)
 
 
 @cache

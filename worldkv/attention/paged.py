@@ -3,8 +3,9 @@
 Kernels read whole blocks or tiles and mask what lies past a row's n: those slots must be finite. They are the row's
 own (the rest of its last block, and that block again), never a free block's.
 
-The number of rows is rounded up to a power of two with padding rows of zero queries. Many sessions make batches of many
-compositions, and plans and graphs, which are built per shape, are then few.
+The number of rows is rounded up to a power of two with padding rows of zero queries, and queries and keys to the limits
+of all rows that ever come. Many sessions make batches of many compositions, and plans and graphs, which are built per
+shape, are then few enough to be made before the first one comes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
-from worldkv.kv.row import AttentionRow
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.storage import KVStorage
 
 _LEAST_KEYS = 256  # no kernel reads more at once; a table is never shorter, or its end would be passed
@@ -33,14 +34,18 @@ class PagedPlan(AttentionPlan):
     """On the device: `tables` int32 [rows, blocks], `lengths` int32 [2, rows] of queries and of keys, `starts` int32
     [rows + 1] of queries; rows rounded up."""
 
-    def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> None:
+    def __init__(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> None:
         super().__init__(storage, rows)
         lengths = np.zeros((2, _round_up(len(rows))), dtype=np.int32)
         lengths[:, : len(rows)] = [[row.num_queries for row in rows], [row.num_visible for row in rows]]
         lengths[1, len(rows) :] = 1  # of the first row's first block, for no query
-        tables = _block_tables(rows, lengths.shape[1], storage.block_size)
-        most_queries = int(lengths[0].max())
-        is_ragged = bool((lengths[0] != most_queries).any())
+        most_queries, most_keys = (int(most) for most in lengths.max(axis=1))
+        is_ragged = limits is not None or bool((lengths[0] != most_queries).any())
+        if limits is not None:
+            assert most_queries <= limits.num_queries, "a row has more queries than its limits say"
+            assert most_keys <= limits.num_visible, "a row sees more than its limits say"
+            most_queries, most_keys = limits.num_queries, limits.num_visible
+        tables = _block_tables(rows, lengths.shape[1], most_keys, storage.block_size)
         self.shape_class: ShapeClass = (len(tables), most_queries, is_ragged, tables.shape[1])
         self.tables = upload(tables, storage.device)
         self.lengths = upload(lengths, storage.device)
@@ -67,9 +72,9 @@ class PagedPlan(AttentionPlan):
         """The backend's own kernel: [T, heads, head_dim] in the pool's dtype to the same."""
 
 
-def _block_tables(rows: Sequence[AttentionRow], num_tables: int, block_size: int) -> np.ndarray:
-    most_keys = max(_LEAST_KEYS, *(row.num_visible for row in rows))
-    tables = np.full((num_tables, _round_up(blocks_for(most_keys, block_size))), rows[0].blocks[0], dtype=np.int32)
+def _block_tables(rows: Sequence[AttentionRow], num_tables: int, most_keys: int, block_size: int) -> np.ndarray:
+    num_blocks = _round_up(blocks_for(max(_LEAST_KEYS, most_keys), block_size))
+    tables = np.full((num_tables, num_blocks), rows[0].blocks[0], dtype=np.int32)
     for table, row in zip(tables, rows, strict=False):
         used = row.blocks[: blocks_for(row.num_visible, block_size)]
         table[: len(used)], table[len(used) :] = used, used[-1]

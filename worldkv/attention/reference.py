@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
-from worldkv.kv.row import AttentionRow
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.storage import KVStorage
 
 
@@ -58,7 +58,7 @@ class ReferenceBackend:
     def why_not(self, storage: KVStorage) -> str | None:
         return None
 
-    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow]) -> ReferencePlan:
+    def plan(self, storage: KVStorage, rows: Sequence[AttentionRow], limits: RowLimits | None = None) -> ReferencePlan:
         return ReferencePlan(storage, rows)
 
 

@@ -65,6 +65,7 @@ def made_so_far(bench: Bench) -> dict[str, int]:
     return {
         "kernels": kernels_triton.num_compiled(),
         "graphs": getattr(bench.model.dit.run_blocks, "num_captured", 0),
+        "encoder_graphs": sum(each.num_captured for each in bench.model.encoding.graphed.values()),
         "attention_plans": cudnn.num_graphs(),
     }
 

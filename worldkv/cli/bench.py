@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,7 @@ def _measure_engine(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, results: dict[str, Any]
 ) -> None:
     from worldkv.bench.models import build_engine, sessions_that_fit
+    from worldkv.bench.steady import made_so_far
 
     counts = sessions_that_fit(arguments.model, arguments.sessions)
     config = EngineConfig(
@@ -187,6 +189,10 @@ def _measure_engine(
     )
     bench = build_engine(arguments.model, config, device, dtype, progress=lambda part: print(f"making {part}"))
     try:
+        began = time.perf_counter()
+        bench.engine.warm_up()
+        results["warm_up_s"] = round(time.perf_counter() - began, 1)
+        print(f"warm after {results['warm_up_s']} s: {made_so_far(bench)}")
         if "ticks" in arguments.parts:
             results["ticks"] = _ticks(bench, results["ceilings"]["matrix_tflops"], "DiT")
         if "sessions" in arguments.parts:

@@ -6,16 +6,19 @@ import math
 import os
 from dataclasses import dataclass
 
+from worldkv.models.base import BatchLimits
+
 
 @dataclass(frozen=True)
 class EngineConfig:
     """`max_sessions` None: as many as fit, see `engine.room`. `num_blocks` None: what those sessions can ever hold.
 
-    `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit). `batch_invariant` runs each row's
-    products at its own fixed shape, so a session's output is bit-equal whoever shares its batches. `park_when_full`
-    moves the longest idle sessions to host memory where another needs their room; `park_after_s` those idle for longer.
-    Parked sessions take at most `max_parked_bytes` of host memory; None is half of what the machine has. A batch, a
-    message or a copy that takes longer than `stuck_after_s` makes the engine unready.
+    `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit), `max_encodes` what an encoder takes in
+    one batch: a GPU gains nothing by more at once, and what is due first would wait for it. `batch_invariant` runs each
+    row's products at its own fixed shape, so a session's output is bit-equal whoever shares its batches.
+    `park_when_full` moves the longest idle sessions to host memory where another needs their room; `park_after_s` those
+    idle for longer. Parked sessions take at most `max_parked_bytes` of host memory; None is half of what the machine
+    has. A batch, a message or a copy that takes longer than `stuck_after_s` makes the engine unready.
     """
 
     block_size: int = 128
@@ -23,7 +26,8 @@ class EngineConfig:
     num_blocks: int | None = None
     attention: str = "auto"
     max_rows: int = 64
-    max_tokens: int = 32768
+    max_tokens: int = 2048
+    max_encodes: int = 8
     batch_invariant: bool = False
     park_when_full: bool = True
     park_after_s: float | None = None
@@ -31,7 +35,7 @@ class EngineConfig:
     stuck_after_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("max_sessions", "max_rows", "max_tokens", "stuck_after_s"):
+        for name in ("max_sessions", "max_rows", "max_tokens", "max_encodes", "stuck_after_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected more than 0, got {value}")
@@ -43,6 +47,10 @@ class EngineConfig:
             raise ValueError(f"park_after_s: expected seconds >= 0, got {self.park_after_s}")
         if self.max_parked_bytes is not None and self.max_parked_bytes < 0:
             raise ValueError(f"max_parked_bytes: expected 0 (nothing is parked) or more, got {self.max_parked_bytes}")
+
+    @property
+    def limits(self) -> BatchLimits:
+        return BatchLimits(1 if self.batch_invariant else self.max_rows, self.max_tokens, self.max_encodes)
 
     @property
     def parked_bytes_limit(self) -> int:

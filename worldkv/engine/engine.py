@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 from worldkv.engine import messages as m
@@ -22,7 +23,7 @@ from worldkv.engine.session import SessionHandle, SessionInfo, SnapshotHandle, T
 from worldkv.engine.stats import BlockMap, CacheCard, Stats, map_blocks
 from worldkv.errors import EngineStopped, SessionNotFound
 from worldkv.kv.cache import KVCache
-from worldkv.models.base import Encode, InputsT, ModelCard, ResultT, StateT, WorldModel
+from worldkv.models.base import Encode, InputsT, MakesReady, ModelCard, ResultT, StateT, WorldModel
 
 __all__ = [
     "Engine",
@@ -182,14 +183,30 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         """Call `look` on the engine's thread between two batches: it sees everything at rest."""
         return cast("T", self._wait(self.ask(m.Inspect(look))))
 
-    def warm_up(self) -> None:
-        """Run the model's two kinds of tick, a first and a later one, in a session that is thrown away."""
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
+        """Make whatever the model makes by shape, then run its two kinds of tick, a first and a later one, in a session
+        that is thrown away. Nothing is made afterwards.
+
+        `progress`: told how many steps are done, of how many.
+        """
+        steps = self._ready_steps()
+        for done, step in enumerate(steps):
+            progress(done, len(steps))
+            self.inspect(partial(_call, step))
+        progress(len(steps), len(steps))
         session = self.open_session()
         try:
             for first in (True, False):
                 self.submit(session, self.model.fake_inputs(first)).result()
         finally:
             self._wait(self.close(session, "warm-up done"))
+
+    def _ready_steps(self) -> Sequence[Callable[[], object]]:
+        if not isinstance(self.model, MakesReady):
+            return ()
+        cache, limits = self.core.cache, self.config.limits
+        most_rows = len(cache.spec.branches) * max(1, self.capacity().num_more_sessions)
+        return self.model.ready_steps(cache, replace(limits, max_rows=min(limits.max_rows, most_rows)))
 
     @property
     def card(self) -> ModelCard:
@@ -268,3 +285,7 @@ class Engine(Generic[InputsT, StateT, ResultT]):
             if since is not None and since < limit:
                 return f"engine is stuck: {what} has run for {time.monotonic() - since:.0f} s"
         return None
+
+
+def _call(step: Callable[[], object], core: EngineCore) -> None:
+    step()

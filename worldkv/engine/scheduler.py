@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from worldkv.engine.session import Tick
-from worldkv.models.base import Encode, Forward, OnHost, Request
+from worldkv.models.base import BatchLimits, Encode, Forward, OnHost, Request
 
-PATIENCE_S = 2.0  # a request without a deadline, or with a far one, is due this long after it began to wait
+PATIENCE_S = 2.0  # a tick without a deadline, or with a far one, is due this long after it was submitted
 LEAST_URGENT_S = 20.0  # a request without a session is due this long after
 
 
 class Scheduler:
-    """Picks the request that is due first, and whatever can share its batch within `max_rows` and `max_tokens`.
+    """Picks the request of the tick that is due first, and whatever else can share its batch within `limits`.
 
-    A served tick's next request begins to wait anew, so ticks without deadlines take turns, and a tick that joins
-    waits for one batch. None starves behind deadlines: a request is due after PATIENCE_S at the latest, and a tick not
-    before it was submitted, otherwise sessions that always submit past their deadline would starve the rest.
+    The earliest deadline goes first through all its stages: a GPU that is full gains nothing by more rows, so ticks
+    that were all carried on together would all end late, and stay together. A tick without a deadline is due after
+    PATIENCE_S, and one that is submitted past its deadline when it was submitted, so nobody starves behind others.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
-        self.max_rows, self.max_tokens = max_rows, max_tokens
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
 
     def next_batch(self, ticks: Iterable[Tick]) -> list[Tick]:
         """Ticks whose requests run together now; empty when none waits. The one due first is always among them."""
@@ -29,25 +29,31 @@ class Scheduler:
         num_rows = num_tokens = 0
         for tick in waiting:
             rows, tokens = _size(tick.request)
-            fits = num_rows + rows <= self.max_rows and num_tokens + tokens <= self.max_tokens
-            if not batch or (fits and _shares_batch(batch[0].request, tick.request)):
+            num_rows, num_tokens = num_rows + rows, num_tokens + tokens
+            if not batch or (_shares_batch(batch[0].request, tick.request) and self._fits(num_rows, num_tokens, batch)):
                 batch.append(tick)
-                num_rows, num_tokens = num_rows + rows, num_tokens + tokens
+            else:
+                num_rows, num_tokens = num_rows - rows, num_tokens - tokens
         return batch
+
+    def _fits(self, num_rows: int, num_tokens: int, batch: list[Tick]) -> bool:
+        if isinstance(batch[0].request, Encode):
+            return len(batch) < self.limits.max_encodes
+        return num_rows <= self.limits.max_rows and num_tokens <= self.limits.max_tokens
 
 
 def _due(tick: Tick) -> tuple[float, int]:
-    due = tick.waiting_since + (PATIENCE_S if tick.session is not None else LEAST_URGENT_S)
+    due = tick.submitted + (PATIENCE_S if tick.session is not None else LEAST_URGENT_S)
     if tick.deadline is not None:
         due = min(due, max(tick.deadline, tick.submitted))
     return due, tick.sequence
 
 
 def _size(request: Request | None) -> tuple[int, int]:
-    """Rows and current tokens of a request; an encoder's call counts as one row."""
+    """Rows and current tokens of a forward."""
     if isinstance(request, Forward):
-        return len(request.rows), sum(row.context.num_tokens for row in request.rows)
-    return 1, 0
+        return len(request.rows), sum(row.context.num_tokens + row.num_draft_tokens for row in request.rows)
+    return 0, 0
 
 
 def _shares_batch(first: object, other: object) -> bool:

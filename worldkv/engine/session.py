@@ -142,7 +142,6 @@ class Tick:
     program: Program[object, object] | None = None  # None: it has not begun
     request: Request | None = None  # what it waits for
     on_host: bool = False  # that request is being served by a host thread
-    waiting_since: float = 0.0
     sequence: int = 0  # of the request, over all ticks
     rollback: KVSnapshot | None = None
     ended: bool = False

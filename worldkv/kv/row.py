@@ -20,3 +20,11 @@ class AttentionRow:
     num_visible: int
     num_queries: int
     write_slots: npt.NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """The most that any row of a kind has. A backend may round up to them: then batches of any rows have one shape."""
+
+    num_queries: int
+    num_visible: int

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from worldkv.kv.block_table import blocks_for
 from worldkv.kv.footprint import Step as Step
 from worldkv.kv.footprint import Tick, chunks_reached, most_blocks
+from worldkv.kv.row import RowLimits
 from worldkv.kv.window import Window
 
 
@@ -58,6 +59,18 @@ class KVSpec:
     @property
     def chunk_size(self) -> int:
         return self.window.chunk_size
+
+    @property
+    def row_limits(self) -> RowLimits:
+        """Of one branch's rows, in any forward: their current tokens, and what they see with them."""
+        num_draft_tokens = max(step.num_draft_tokens for step in self.steps)
+        num_queries = max(step.num_chunks * self.chunk_size + step.num_draft_tokens for step in self.steps)
+        return RowLimits(num_queries, self.window.max_chunks * self.chunk_size + num_draft_tokens)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Every kind of forward of a tick, once."""
+        return tuple(dict.fromkeys(step for tick in (*self.ticks, *self.restarts) for step in tick))
 
     def bytes_per_token(self, element_size: int, scale_size: int = 0) -> int:
         """Bytes of K and V of one token over all layers; `scale_size`: of each head's scale, see PageFormat."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from worldkv.kv.branch import ForwardContext
@@ -132,6 +132,25 @@ class WorldModel(Protocol[InputsT, StateT, ResultT]):
 
     def fake_inputs(self, first: bool) -> InputsT:
         """Inputs of a session's first tick or a later one: for warm-up, tests and measuring."""
+        ...
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The most that the engine puts into one batch. A tick's own rows make one in any case."""
+
+    max_rows: int
+    max_tokens: int
+    max_encodes: int
+
+
+@runtime_checkable
+class MakesReady(Protocol):
+    """A model that makes things by shape (graphs, plans, tuned kernels), which would hold up the first ticks."""
+
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        """What to call in turn on the engine's thread, before the first session opens, so that nothing is made
+        afterwards."""
         ...
 
 

@@ -1,12 +1,13 @@
 """Functions of tensors as CUDA graphs: the host launches all kernels of a call at once.
 
-A graph is captured when its shape recurs; the first time runs as usual, which compiles the kernels. Knows no model.
+Graphs are captured ahead, for a few sizes; a call takes the next larger one and fills it in part. What was never
+prepared runs as usual: nothing is captured while ticks wait. Knows no model.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -35,49 +36,57 @@ def capture(function: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph,
     return graph, output
 
 
-class Recent:
-    """The shapes that came last, at most `most`."""
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    output: torch.Tensor
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._shapes: OrderedDict[Hashable, None] = OrderedDict()
-
-    def seen(self, shape: Hashable) -> bool:
-        """Whether it is among them; now it is."""
-        known = shape in self._shapes
-        self._shapes[shape] = None
-        self._shapes.move_to_end(shape)
-        if len(self._shapes) > self._most:
-            self._shapes.popitem(last=False)
-        return known
+    @property
+    def size(self) -> int:
+        return len(self.inputs[0])
 
 
 class GraphedCall:
-    """A function of tensors that returns one tensor, as graphs by shape; on a CPU it is simply called.
+    """A function of batches that returns one, as graphs by size; on a CPU, and before `prepare`, it is simply called.
 
-    It must not wait for the device, nor keep tensors from call to call.
+    The function must not wait for the device, keep tensors from call to call, nor mix a batch's items.
     """
 
-    def __init__(self, function: Callable[..., torch.Tensor], max_graphs: int = 8) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self._function = function
-        self._max_graphs = max_graphs
-        self._recent = Recent(max_graphs)
-        self._captured: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, list[torch.Tensor], torch.Tensor]]
-        self._captured = OrderedDict()
+        self._captured: dict[Hashable, list[_Captured]] = {}  # by the shapes of an item, smallest first
+        self.num_captured = 0  # so far
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        if not tensors[0].is_cuda or not self._recent.seen(key):
+        prepared = self._captured.get(_item(tensors))
+        if prepared is None:
             return self._function(*tensors)
-        if key not in self._captured:
-            own = [tensor.clone() for tensor in tensors]
-            graph, output = capture(lambda: self._function(*own))
-            self._captured[key] = (graph, own, output)
-            while len(self._captured) > self._max_graphs:
-                self._captured.popitem(last=False)
-        self._captured.move_to_end(key)
-        graph, own, output = self._captured[key]
-        for mine, given in zip(own, tensors, strict=True):
-            mine.copy_(given)
-        graph.replay()
-        return output.clone()
+        parts = zip(*(torch.split(tensor, prepared[-1].size) for tensor in tensors), strict=True)
+        outputs = [_replay(next(each for each in prepared if each.size >= len(part[0])), part) for part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def prepare(self, size: int, *tensors: torch.Tensor) -> None:
+        """Make a graph for batches of up to `size` items like this one, whose batch axis is 1; nothing on a CPU."""
+        if not tensors[0].is_cuda:
+            return
+        own = [tensor.expand(size, *tensor.shape[1:]).clone() for tensor in tensors]
+        self._function(*own)  # compiles and tunes, which no capture may do
+        prepared = self._captured.setdefault(_item(tensors), [])
+        prepared[:] = [each for each in prepared if each.size != size]
+        graph, output = capture(lambda: self._function(*own))
+        prepared.append(_Captured(graph, own, output))
+        prepared.sort(key=lambda each: each.size)
+        self.num_captured += 1
+
+
+def _item(tensors: tuple[torch.Tensor, ...]) -> Hashable:
+    return tuple((tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors)
+
+
+def _replay(captured: _Captured, part: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The part's own outputs; what fills up the batch was left there by others."""
+    for mine, given in zip(captured.inputs, part, strict=True):
+        mine[: len(given)].copy_(given)
+    captured.graph.replay()
+    return captured.output[: len(part[0])].clone()

@@ -6,14 +6,14 @@ fork, restore, park, fail) it does with that as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from worldkv.models.base import ModelCard, OnHost, Outcome, Program, Row, StateT
+from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row, StateT
 from worldkv.models.world_action import TickResult, WorldActionModel
 from worldkv.robots.observation import Observation
 from worldkv.robots.preparation import Memory, Preparation, Prepared, Seen
@@ -78,6 +78,9 @@ class RobotPolicy(Generic[StateT]):
 
     def encode(self, encoder: str, payloads: Sequence[Any]) -> Sequence[object]:
         return self.model.encode(encoder, payloads)
+
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        return self.model.ready_steps(cache, limits) if isinstance(self.model, MakesReady) else ()
 
     def fake_inputs(self, first: bool) -> Seen:
         """Grey cameras and a state from the middle of the training data."""

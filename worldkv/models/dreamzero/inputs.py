@@ -54,6 +54,14 @@ def _check_frames(config: DreamZeroConfig, frames: np.ndarray) -> None:
         )
 
 
+def latent_size(config: DreamZeroConfig) -> tuple[int, int]:
+    """Height and width of a latent frame."""
+    height, width = config.target_video_height, config.target_video_width
+    if height is None or width is None:
+        height, width = tiled_size(config)
+    return height // config.dit.pixel_stride, width // config.dit.pixel_stride
+
+
 def tiled_size(config: DreamZeroConfig) -> tuple[int, int]:
     """Height and width, in pixels, of an image that makes the model's tokens."""
     if config.target_video_height and config.target_video_width:

@@ -8,30 +8,41 @@ Holds weights and constants only; an episode's state is a `State` value that the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from worldkv.device import HostCopy, upload
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
+from worldkv.kv.row import AttentionRow
 from worldkv.kv.state import KVState
 from worldkv.kv.window import WindowPolicy
-from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Request, Row, batches_of_alike
+from worldkv.models.base import (
+    BatchLimits,
+    Encode,
+    Forward,
+    ModelCard,
+    OnHost,
+    Outcome,
+    Program,
+    Request,
+    Row,
+)
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
+from worldkv.models.dreamzero.encoding import Encoding
 from worldkv.models.dreamzero.inputs import check_inputs, fill_chunk, tiled_size
+from worldkv.models.dreamzero.ready import ready_steps
 from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
 from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
 from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
 from worldkv.models.dreamzero.spec import kv_spec as kv_spec
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
-from worldkv.models.graphs import GraphedCall
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.dit import ForwardPlans
@@ -40,8 +51,6 @@ from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
 
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
-# the largest batch in elements, of an encoder's input and of a decoder's latents: bounds activation memory
-_MAX_ELEMENTS, _MAX_LATENTS = 1 << 24, 1 << 18
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
 
 
@@ -73,15 +82,10 @@ class DreamZero:
         self.negative_prompt = negative_prompt
         self.steps: Steps = steps
         self.dit = dit
+        self.encoding = Encoding(config, encoders, dit.device, dit.dtype)
         self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
         assert encoders.image is not None, "DreamZero reads an image"
         self._image = encoders.image
-        self._encode: dict[str, Callable[..., torch.Tensor]] = {
-            "text": encoders.text.encode,
-            "image": GraphedCall(self._image.encode),
-            "video": GraphedCall(encoders.vae.encode),
-            "decode": encoders.vae.decode,
-        }
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
@@ -130,29 +134,31 @@ class DreamZero:
     @torch.no_grad()
     def forward(self, cache: KVCache, rows: Sequence[Row[DreamZeroRow]]) -> list[RowOutput]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
-        plan, storage = cache.backend.plan, cache.storage
         history = [row.activate() for row in rows]
-        plans = ForwardPlans(
-            plan(storage, history),
-            plan(storage, [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]),
-            plan(storage, [row.conditioning["image"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]),
-        )
-        outputs: list[RowOutput] = self.dit([row.inputs for row in rows], plans)
+        read = {
+            kind: [row.conditioning[kind].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
+            for kind in self.spec.conditioning
+        }
+        outputs: list[RowOutput] = self.dit([row.inputs for row in rows], self.plans(cache, history, read))
         return outputs
 
-    @torch.no_grad()
+    def plans(
+        self, cache: KVCache, history: Sequence[AttentionRow], read: Mapping[str, Sequence[AttentionRow]]
+    ) -> ForwardPlans:
+        """`read`: the rows of each kind of conditioning. As many rows always make plans of one shape."""
+        limits = self.spec.row_limits
+        conditioning = {
+            kind: cache.backend.plan(cache.storage, rows, replace(limits, num_visible=self.spec.conditioning[kind]))
+            for kind, rows in read.items()
+        }
+        return ForwardPlans(cache.backend.plan(cache.storage, history, limits), **conditioning)
+
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
-        """Run one encoder; payloads of equal shapes are batched, large ones less. Outputs carry a batch axis of 1.
+        return self.encoding.encode(encoder, payloads)
 
-        A payload is a tuple of tensors with a batch axis of 1: "text" (token ids, attention mask; on the host), "image"
-        pixels [1, 3, H, W], "video" pixels [1, 3, T, H, W], "decode" latents [1, C, F, h, w].
-        """
-        outputs: list[Any] = [None] * len(payloads)
-        for indices in batches_of_alike(payloads, _MAX_LATENTS if encoder == "decode" else _MAX_ELEMENTS):
-            batch = [torch.cat(parts) for parts in zip(*(payloads[index] for index in indices), strict=True)]
-            for index, output in zip(indices, torch.split(self._encode[encoder](*batch), 1), strict=True):
-                outputs[index] = output
-        return outputs
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        """See MakesReady."""
+        return list(ready_steps(self, cache, limits))
 
     def imagined_video(self, result: TickResult) -> Encode:
         """The request whose output `frames` turns into the tick's imagined video. The newest observed latent goes
@@ -184,7 +190,7 @@ class DreamZero:
         elif inputs.frames is None:
             observed = self._imagined(inputs, state)
         else:
-            pixels = self._pixels(fill_chunk(inputs.frames, self.config.frames_per_chunk))
+            pixels = self.encoding.pixels(fill_chunk(inputs.frames, self.config.frames_per_chunk))
             latents = yield Encode("video", (pixels,))
             observed = latents[0, :, -self.config.frames_per_chunk :]
         yield self._clean_pass(kv, state, observed)
@@ -239,7 +245,7 @@ class DreamZero:
             return video[:, :, -1:].to(self.dit.dtype), f"imagined:{_digest(latents.float().cpu().numpy())}"
         # a request of 4 or 9 frames ends now, so its last frame is the newest; otherwise the reference takes the first
         image = inputs.frames[-1:] if inputs.frames.shape[0] in (4, 9) else inputs.frames[:1]
-        return self._pixels(image), f"image:{_digest(image)}"
+        return self.encoding.pixels(image), f"image:{_digest(image)}"
 
     def _imagined(self, inputs: TickInputs, state: State) -> torch.Tensor:
         latents = inputs.latents if inputs.latents is not None else state.prediction
@@ -259,11 +265,9 @@ class DreamZero:
         for branch in self.spec.branches:
             kv.set_conditioning(branch, "image", store.share(entry))
         store.release(entry)
+        latents = yield Encode("video", (self.encoding.window_start(pixels),))
         if not self.config.dit.concat_first_frame_latent:
-            latents = yield Encode("video", (pixels,))
             return None, latents[0]
-        padding = pixels.new_zeros(1, 3, self.config.num_frames - 1, *pixels.shape[-2:])
-        latents = yield Encode("video", (torch.cat([pixels, padding], dim=2),))
         mask = latents.new_zeros(1, _MASK_CHANNELS, *latents.shape[2:])
         mask[:, :, 0] = 1
         condition = torch.cat([mask, latents], dim=1)
@@ -355,16 +359,6 @@ class DreamZero:
                 raise BadRequest(f"noise: expected shape {(1, *shape)}, got {tuple(given.shape)}")
             noise.append(given[0].to(dit.device, dit.dtype))
         return noise[0], noise[1]
-
-    def _pixels(self, frames: np.ndarray) -> torch.Tensor:
-        """uint8 [T, H, W, 3] to [1, 3, T, H, W] in [-1, 1], rounded as the reference does, resized for the 5B."""
-        video = upload(frames, self.dit.device)
-        pixels = ((video.permute(3, 0, 1, 2).float() / 255).to(self.dit.dtype) - 0.5) / 0.5
-        height, width = self.config.target_video_height, self.config.target_video_width
-        if height is not None and width is not None and pixels.shape[-2:] != (height, width):
-            resized = F.interpolate(pixels.transpose(0, 1), (height, width), mode="bilinear", align_corners=False)
-            pixels = resized.transpose(0, 1)
-        return pixels[None]
 
 
 def _digest(*arrays: np.ndarray) -> str:

@@ -1,24 +1,23 @@
 """A WanDiT's blocks as CUDA graphs: the host launches all kernels of a forward at once.
 
-A graph is captured when its shape recurs within the last 64 shapes; the first time runs as usual, which also compiles
-the kernels. A filling window, its wrap and its steady state differ in tables and lengths only, which are copied into
-the graph's own tensors. Knows no rows and no sessions.
+Graphs are captured ahead, while `preparing`: one for each number of rows, and of tokens per row. A forward takes the
+smallest that holds its tokens; those that are left over write to no page and are read by nobody. A filling window, its
+wrap, its steady state and any mix of stages differ in tables and lengths only, which are copied into the graph's own
+tensors. What fits no graph is launched kernel by kernel. Knows no rows and no sessions.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from worldkv.models.graphs import Recent, capture
+from worldkv.models.graphs import capture
 from worldkv.models.wan.dit import BlockInputs, ForwardPlans, RunBlocks, WanDiT
 from worldkv.models.wan.fused import FusedBlocks, Precision
-
-_MAX_GRAPHS = 64
 
 
 def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
@@ -33,58 +32,80 @@ def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: list[torch.Tensor]  # x first, which is the output as well
+    inputs: BlockInputs
+
+    def holds(self, inputs: BlockInputs) -> bool:
+        own = self.inputs
+        return len(own.x) >= len(inputs.x) and len(own.modulation_U6) >= len(inputs.modulation_U6)
 
 
 class GraphedBlocks:
-    """Runs `blocks` through graphs up to `max_tokens` tokens; larger forwards take the device longer than the host.
+    """Runs `blocks`, which write their output into their input `x`, through the graphs that were made ahead."""
 
-    The limit also keeps the number of shapes small: batches of many sessions are composed in many ways. `blocks` must
-    write its output into its input `x`.
-    """
-
-    def __init__(self, blocks: RunBlocks, max_tokens: int = 4096) -> None:
+    def __init__(self, blocks: RunBlocks) -> None:
         self._blocks = blocks
-        self._max_tokens = max_tokens
-        self._recent = Recent(_MAX_GRAPHS)
-        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._captured: dict[Hashable, list[_Captured]] = {}  # by the plans' shapes, fewest tokens first
+        self._num_levels: int | None = None  # of the graphs that are being made
         self.num_captured = 0  # so far
+
+    @contextmanager
+    def preparing(self, num_levels: int) -> Iterator[None]:
+        """Within, each forward makes the graph for its tokens and plans, and for up to `num_levels` timesteps."""
+        self._num_levels = num_levels
+        try:
+            yield
+        finally:
+            self._num_levels = None
 
     def __call__(self, inputs: BlockInputs) -> torch.Tensor:
         """The output stands in the graph's own tensor until its next replay."""
-        key = self._key(inputs)
-        if key is None or not self._recent.seen(key):
+        key = _key(inputs)
+        if key is None:
             return self._blocks(inputs)
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._captured[key] = self._capture(inputs)
-            while len(self._captured) > _MAX_GRAPHS:
-                self._captured.popitem(last=False)
-        self._captured.move_to_end(key)
-        for own, given in zip(captured.inputs, _tensors(inputs), strict=True):
-            own.copy_(given)
-        captured.graph.replay()
-        return captured.inputs[0]
+        if self._num_levels is not None:
+            return self._prepare(key, inputs, self._num_levels)
+        captured = next((each for each in self._captured.get(key, ()) if each.holds(inputs)), None)
+        return self._blocks(inputs) if captured is None else _replay(captured, inputs)
 
-    def _key(self, inputs: BlockInputs) -> Hashable | None:
-        """The shape; None where no graph can or should be made."""
-        classes = [getattr(plan, "shape_class", None) for plan in _plans(inputs.plans).values()]
-        if not inputs.x.is_cuda or len(inputs.x) > self._max_tokens or None in classes:
-            return None
-        return (len(inputs.x), len(inputs.modulation_U6), *classes)
-
-    def _capture(self, inputs: BlockInputs) -> _Captured:
+    def _prepare(self, key: Hashable, inputs: BlockInputs, num_levels: int) -> torch.Tensor:
         cos, sin = inputs.phases
+        levels = inputs.modulation_U6
         own = BlockInputs(
             inputs.x.clone(),
-            inputs.modulation_U6.clone(),
+            torch.cat([levels, levels[:1].expand(num_levels - len(levels), *levels.shape[1:])]),
             inputs.level_T.clone(),
             (cos.clone(), sin.clone()),
             ForwardPlans(**{name: plan.with_own_tensors() for name, plan in _plans(inputs.plans).items()}),
         )
+        self._blocks(own)  # compiles, which no capture may do
         graph, _ = capture(lambda: self._blocks(own))
+        prepared = self._captured.setdefault(key, [])
+        prepared[:] = [each for each in prepared if len(each.inputs.x) != len(own.x)]
+        prepared.append(_Captured(graph, own))
+        prepared.sort(key=lambda each: len(each.inputs.x))
         self.num_captured += 1
-        return _Captured(graph, _tensors(own))
+        return own.x
+
+
+def _key(inputs: BlockInputs) -> Hashable | None:
+    """The pages and the shapes of the plans; None where no graph can be made."""
+    plans = _plans(inputs.plans).values()
+    if not inputs.x.is_cuda or not all(hasattr(plan, "shape_class") for plan in plans):
+        return None
+    return tuple((type(plan), plan.storage, plan.shape_class) for plan in plans)
+
+
+def _replay(captured: _Captured, inputs: BlockInputs) -> torch.Tensor:
+    num_tokens = len(inputs.x)
+    for own, given in zip(_tensors(captured.inputs), _tensors(inputs), strict=True):
+        own[: len(given)].copy_(given)
+    if num_tokens < len(captured.inputs.x):  # the rest is nobody's: it stays finite, and writes nowhere
+        captured.inputs.x[num_tokens:].zero_()
+        write_slots = captured.inputs.plans.history.write_slots
+        assert write_slots is not None
+        write_slots[num_tokens:].fill_(-1)
+    captured.graph.replay()
+    return captured.inputs.x[:num_tokens]
 
 
 def _plans(plans: ForwardPlans) -> dict[str, Any]:

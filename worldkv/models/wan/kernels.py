@@ -85,7 +85,8 @@ def norm_rotate_write(
 ) -> torch.Tensor:
     """q [T, H, head_dim], normed over the full width and rotated; k likewise and v go to their slots of the cache.
 
-    `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `write_slots`: int64 [T].
+    `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `write_slots`: int64 [T]; what
+    would go to a negative one is dropped.
     """
     if qkv_T3D.is_cuda:
         k_slots, v_slots = storage.slots(layer)
@@ -102,7 +103,8 @@ def norm_rotate_write(
         even, odd = wide.view(*heads[:2], -1, 2).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
-    storage.write(layer, write_slots, rotated(k, weight_k_D), v.reshape(heads))
+    kept = write_slots >= 0
+    storage.write(layer, write_slots[kept], rotated(k, weight_k_D)[kept], v.reshape(heads)[kept])
     return rotated(q, weight_q_D).to(qkv_T3D.dtype)
 
 

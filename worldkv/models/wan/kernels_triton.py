@@ -79,7 +79,7 @@ def _norm_rotate_write(
     row = tl.load(qkv_ptr + t * 3 * width + part * width + cols, mask=mask, other=0.0)
     slot = tl.load(slots_ptr + t)
     if part == 2:
-        tl.store(v_slots_ptr + slot * width + cols, row.to(v_slots_ptr.dtype.element_ty), mask=mask)
+        tl.store(v_slots_ptr + slot * width + cols, row.to(v_slots_ptr.dtype.element_ty), mask=mask & (slot >= 0))
     else:
         wide = row.to(tl.float32)
         weight_ptr = weight_q_ptr if part == 0 else weight_k_ptr
@@ -93,7 +93,8 @@ def _norm_rotate_write(
         if part == 0:
             tl.store(q_ptr + t * width + cols, turned.to(q_ptr.dtype.element_ty), mask=mask)
         else:
-            tl.store(k_slots_ptr + slot * width + cols, turned.to(k_slots_ptr.dtype.element_ty), mask=mask)
+            kept = mask & (slot >= 0)
+            tl.store(k_slots_ptr + slot * width + cols, turned.to(k_slots_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit

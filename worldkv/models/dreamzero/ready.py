@@ -1,0 +1,106 @@
+"""What DreamZero makes before its first tick, so that none waits for it: graphs, attention plans, tuned convolutions.
+
+Every batch that the engine can put together is then of a shape that was made, or fills one up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from worldkv.kv.block_table import blocks_for
+from worldkv.kv.cache import KVCache
+from worldkv.kv.row import AttentionRow
+from worldkv.kv.spec import Step
+from worldkv.models.base import BatchLimits
+from worldkv.models.dreamzero.dit import DreamZeroRow
+from worldkv.models.dreamzero.inputs import latent_size, tiled_size
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
+from worldkv.models.wan.graphs import GraphedBlocks
+
+if TYPE_CHECKING:
+    from worldkv.models.dreamzero.model import DreamZero
+
+_LEVELS_PER_ROW = 2  # a row's video and its actions have a timestep each
+
+
+def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterator[Callable[[], object]]:
+    """See `MakesReady`; none on a CPU."""
+    if cache.storage.device.type != "cuda":
+        return
+    yield from _encoder_steps(model, limits)
+    spec, blocks = model.spec, model.dit.run_blocks
+    if not isinstance(blocks, GraphedBlocks) or cache.backend.name == "reference":
+        return
+    branches = len(spec.branches) if limits.max_rows > 1 else 1
+    for num_sessions in sizes_up_to(max(1, limits.max_rows // branches)):
+        num_rows = branches * num_sessions
+        if num_sessions == 1 or num_rows * spec.row_limits.num_queries <= limits.max_tokens:
+            for step in spec.steps:
+                yield partial(_capture_forward, model, blocks, cache, num_rows, step)
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """1, 2, 3, ... 8, 10, 12, 14, 16, 20, ...: whatever is asked for, the next one is at most a quarter more."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += max(1, 1 << max(0, size.bit_length() - 3))
+    return [*sizes, most]
+
+
+def _encoder_steps(model: DreamZero, limits: BatchLimits) -> Iterator[Callable[[], object]]:
+    config, encoding = model.config, model.encoding
+    height, width = tiled_size(config)
+    first, later = (
+        encoding.pixels(np.full((num_frames, height, width, 3), 127, dtype=np.uint8))
+        for num_frames in (1, VAE_TEMPORAL_STRIDE * config.frames_per_chunk + 1)
+    )
+    payloads = (("video", later), ("video", encoding.window_start(first)), ("image", first[:, :, 0]))
+    for encoder, payload in payloads:
+        for size in range(1, min(limits.max_encodes, encoding.largest_batch(encoder, payload)) + 1):
+            yield partial(encoding.graphed[encoder].prepare, size, payload)
+    for num_frames in (config.frames_per_chunk, config.frames_per_chunk + 1):  # imagined ticks, imagined videos
+        latents = later.new_zeros(1, config.dit.out_dim, num_frames, *latent_size(config))
+        yield partial(encoding.graphed["decode"].prepare, 1, latents)
+
+
+@torch.no_grad()
+def _capture_forward(model: DreamZero, blocks: GraphedBlocks, cache: KVCache, num_rows: int, step: Step) -> None:
+    """A forward of rows that are all at this step, read the pool's first blocks and write nowhere."""
+    spec, limits = model.spec, model.spec.row_limits
+    block_size, num_tokens = cache.storage.block_size, step.num_chunks * spec.chunk_size + step.num_draft_tokens
+
+    def reading(num_keys: int, write_slots: np.ndarray | None = None) -> AttentionRow:
+        blocks = np.arange(blocks_for(num_keys, block_size), dtype=np.int32) % cache.storage.num_blocks
+        return AttentionRow(blocks, num_keys, num_tokens, write_slots)
+
+    nowhere = np.full(num_tokens, -1, dtype=np.int64)
+    plans = model.plans(
+        cache,
+        [reading(limits.num_visible, nowhere)] * num_rows,
+        {kind: [reading(num_keys)] * num_rows for kind, num_keys in spec.conditioning.items() if num_keys},
+    )
+    with blocks.preparing(num_levels=_LEVELS_PER_ROW * num_rows):
+        model.dit([_row(model, step)] * num_rows, plans)
+
+
+def _row(model: DreamZero, step: Step) -> DreamZeroRow:
+    config, dit = model.config, model.dit
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=dit.device, dtype=dit.dtype)
+
+    size = (step.num_chunks, *latent_size(config))
+    latents = zeros(config.dit.out_dim, *size)
+    wants_condition = config.dit.concat_first_frame_latent
+    condition = zeros(config.dit.in_dim - config.dit.out_dim, *size) if wants_condition else None
+    if step.commits:
+        return DreamZeroRow(latents, condition, 0, timestep=0, wants_velocity=False)
+    actions = zeros(config.action_horizon, config.action_dim)
+    state = zeros(config.dit.num_states, config.dit.max_state_dim)
+    return DreamZeroRow(latents, condition, 0, 1, True, actions, state, action_timestep=2)
