@@ -19,11 +19,13 @@ from worldkv.bench.paced import Pace
 from worldkv.engine.config import EngineConfig
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import Tick
+from worldkv.kv.spec import KVSpec, Step
+from worldkv.kv.window import Window
 from worldkv.models.base import BatchLimits, Encode, Forward
 
 PERIOD_S = 1.6
 FORWARDS = 9  # a clean pass and 8 evaluated steps
-TOKENS = 125  # of each of two rows
+SPEC = KVSpec(30, 24, 128, Window(50, 9), ("a", "b"), ticks=((Step(2, commits=True), Step(2, num_draft_tokens=25)),))
 
 
 def encode_s(count: int) -> float:
@@ -38,7 +40,7 @@ def forward_s(count: int) -> float:
 class Device:
     """Runs what the scheduler picks, a batch at a time. `stall`: from when on it does nothing, for how long."""
 
-    scheduler: Scheduler = field(default_factory=lambda: Scheduler(EngineConfig().limits))
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(EngineConfig().limits(SPEC)))
     stall: tuple[float, float] = (1e9, 0.0)
     now: float = 0.0
     batches: list[list[Tick]] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Device:
 
 
 def requests_of_a_tick() -> Iterator[Any]:
-    row: Any = SimpleNamespace(context=SimpleNamespace(num_tokens=TOKENS), num_draft_tokens=0)
+    row: Any = SimpleNamespace()
     yield Encode("video", None)
     for _ in range(FORWARDS):
         yield Forward((row, row), "denoise")
@@ -145,5 +147,5 @@ def test_what_all_share_at_once_ends_later_for_half_of_them() -> None:
             return encoders or served
 
     ours = [latency for _, latency in Device().serve(asks_of(32))]
-    theirs = [latency for _, latency in Device(Together(BatchLimits(1000, 10**6, 1000))).serve(asks_of(32))]
+    theirs = [latency for _, latency in Device(Together(BatchLimits(1000, 1000))).serve(asks_of(32))]
     assert np.median(ours) < 0.9 * np.median(theirs)

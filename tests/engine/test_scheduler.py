@@ -6,13 +6,19 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worldkv.engine.config import EngineConfig
 from worldkv.engine.scheduler import LEAST_URGENT_S, PATIENCE_S, Scheduler
 from worldkv.engine.session import Tick
+from worldkv.kv.spec import KVSpec, Step
+from worldkv.kv.window import Window
 from worldkv.models.base import BatchLimits, Encode, Forward
 
 
-def forward(num_rows: int = 2, num_tokens: int = 10, num_draft_tokens: int = 0) -> Forward:
-    row: Any = SimpleNamespace(context=SimpleNamespace(num_tokens=num_tokens), num_draft_tokens=num_draft_tokens)
+def forward(num_rows: int = 2) -> Forward:
+    row: Any = SimpleNamespace()
     return Forward((row,) * num_rows, "denoise")
 
 
@@ -23,20 +29,31 @@ def job(request: Any, submitted: float, deadline: float | None = None, *, own_se
     return made
 
 
-def next_batch(jobs: list[Tick], max_rows: int = 100, max_tokens: int = 1000, max_encodes: int = 8) -> list[Tick]:
-    return Scheduler(BatchLimits(max_rows, max_tokens, max_encodes)).next_batch(jobs)
+def next_batch(jobs: list[Tick], max_rows: int = 100, max_encodes: int = 8) -> list[Tick]:
+    return Scheduler(BatchLimits(max_rows, max_encodes)).next_batch(jobs)
 
 
 def test_forwards_of_different_ticks_share_a_batch_up_to_the_limits() -> None:
     jobs = [job(forward(), i) for i in range(5)]
     assert next_batch(jobs, max_rows=6) == jobs[:3]
-    assert next_batch(jobs, max_tokens=45) == jobs[:2]
-    assert next_batch(jobs, max_rows=1, max_tokens=1) == jobs[:1], "a tick's own rows always fit"
+    assert next_batch(jobs, max_rows=1) == jobs[:1], "a tick's own rows always fit"
 
 
-def test_draft_tokens_count_and_a_smaller_forward_takes_the_room_that_a_larger_one_does_not_fit() -> None:
-    jobs = [job(forward(2, 10, 5), 0), job(forward(2, 10, 5), 1), job(forward(2, 5), 2)]
-    assert next_batch(jobs, max_tokens=45) == [jobs[0], jobs[2]]
+def test_a_smaller_forward_takes_the_room_that_a_larger_one_does_not_fit() -> None:
+    jobs = [job(forward(2), 0), job(forward(2), 1), job(forward(1), 2)]
+    assert next_batch(jobs, max_rows=3) == [jobs[0], jobs[2]]
+
+
+@given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 4), st.integers(0, 60), st.booleans())
+def test_a_model_s_largest_rows_stay_within_the_tokens_of_a_forward(
+    max_rows: int, max_tokens: int, chunk_size: int, num_draft_tokens: int, guided: bool
+) -> None:
+    spec = KVSpec(
+        1, 1, 4, Window(chunk_size, 9), ("a", "b")[: 1 + guided], ticks=((Step(2, num_draft_tokens=num_draft_tokens),),)
+    )
+    limits = EngineConfig(max_rows=max_rows, max_tokens=max_tokens).limits(spec)
+    fits = limits.max_rows <= max_rows and limits.max_rows * (2 * chunk_size + num_draft_tokens) <= max_tokens
+    assert fits or limits.max_rows == 1 + guided, "a tick's own rows always fit"
 
 
 def test_encoders_run_in_small_batches() -> None:

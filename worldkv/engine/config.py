@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from worldkv.models.base import BatchLimits
+
+if TYPE_CHECKING:
+    from worldkv.kv.spec import KVSpec
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """`max_sessions` None: as many as fit, see `engine.room`. `num_blocks` None: what those sessions can ever hold.
 
-    `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit), `max_encodes` what an encoder takes in
-    one batch: a GPU gains nothing by more at once, and what is due first would wait for it. `batch_invariant` runs each
-    row's products at its own fixed shape, so a session's output is bit-equal whoever shares its batches.
-    `park_when_full` moves the longest idle sessions to host memory where another needs their room; `park_after_s` those
-    idle for longer. Parked sessions take at most `max_parked_bytes` of host memory; None is half of what the machine
-    has. A batch, a message or a copy that takes longer than `stuck_after_s` makes the engine unready.
+    `max_rows` and `max_tokens` bound one forward (a tick's own rows always fit; each counts as the model's largest),
+    `max_encodes` what an encoder takes in one batch: a GPU gains nothing by more at once, and what is due first would
+    wait for it. `batch_invariant` runs each row's products at its own fixed shape, so a session's output is bit-equal
+    whoever shares its batches. `park_when_full` moves the longest idle sessions to host memory where another needs
+    their room; `park_after_s` those idle for longer. Parked sessions take at most `max_parked_bytes` of host memory;
+    None is half of what the machine has. A batch, a message or a copy that takes longer than `stuck_after_s` makes the
+    engine unready.
     """
 
     block_size: int = 128
@@ -48,9 +53,11 @@ class EngineConfig:
         if self.max_parked_bytes is not None and self.max_parked_bytes < 0:
             raise ValueError(f"max_parked_bytes: expected 0 (nothing is parked) or more, got {self.max_parked_bytes}")
 
-    @property
-    def limits(self) -> BatchLimits:
-        return BatchLimits(1 if self.batch_invariant else self.max_rows, self.max_tokens, self.max_encodes)
+    def limits(self, spec: KVSpec) -> BatchLimits:
+        """Of a batch of a model like this."""
+        rows_of_a_tick = len(spec.branches)
+        max_rows = min(self.max_rows, self.max_tokens // spec.row_limits.num_queries)
+        return BatchLimits(max(rows_of_a_tick, max_rows), self.max_encodes)
 
     @property
     def parked_bytes_limit(self) -> int:

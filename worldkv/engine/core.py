@@ -40,7 +40,7 @@ from worldkv.engine.stats import Stats
 from worldkv.errors import EngineStopped, ModelError, SessionEnded
 from worldkv.kv.cache import KVCache
 from worldkv.kv.state import KVState
-from worldkv.models.base import BatchLimits, Encode, Forward, OnHost, Outcome, Program, Request, WorldModel
+from worldkv.models.base import Encode, Forward, OnHost, Outcome, Program, Request, WorldModel
 
 logger = logging.getLogger(__name__)
 _IDLE_TURN_S = 0.5
@@ -74,7 +74,7 @@ class EngineCore:
         self.ticks: list[Tick] = []  # the running ones, oldest first
         self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
         self.residency = Residency(cache, self.admission, self.sessions.values(), self.on_host, self.touch, config)
-        self.scheduler = Scheduler(BatchLimits(config.max_rows, config.max_tokens, config.max_encodes))
+        self.scheduler = Scheduler(config.limits(cache.spec))
         self.operations = Operations(self)
         self.stopping = False
         self.ended = False

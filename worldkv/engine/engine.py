@@ -183,9 +183,8 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         """Call `look` on the engine's thread between two batches: it sees everything at rest."""
         return cast("T", self._wait(self.ask(m.Inspect(look))))
 
-    def warm_up(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
-        """Make whatever the model makes by shape, then run its two kinds of tick, a first and a later one, in a session
-        that is thrown away. Nothing is made afterwards.
+    def make_ready(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
+        """Make whatever the model makes by shape, so that no tick waits for it. Before the first session.
 
         `progress`: told how many steps are done, of how many.
         """
@@ -194,6 +193,11 @@ class Engine(Generic[InputsT, StateT, ResultT]):
             progress(done, len(steps))
             self.inspect(partial(_call, step))
         progress(len(steps), len(steps))
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, steps: None) -> None:
+        """`make_ready`, then the model's two kinds of tick, a first and a later one, in a session that is thrown away.
+        Nothing is made afterwards."""
+        self.make_ready(progress)
         session = self.open_session()
         try:
             for first in (True, False):
@@ -204,9 +208,10 @@ class Engine(Generic[InputsT, StateT, ResultT]):
     def _ready_steps(self) -> Sequence[Callable[[], object]]:
         if not isinstance(self.model, MakesReady):
             return ()
-        cache, limits = self.core.cache, self.config.limits
-        most_rows = len(cache.spec.branches) * max(1, self.capacity().num_more_sessions)
-        return self.model.ready_steps(cache, replace(limits, max_rows=min(limits.max_rows, most_rows)))
+        cache, limits = self.core.cache, self.core.scheduler.limits
+        of_all_sessions = len(cache.spec.branches) * max(1, self.capacity().num_more_sessions)
+        max_rows = 1 if self.config.batch_invariant else min(limits.max_rows, of_all_sessions)
+        return self.model.ready_steps(cache, replace(limits, max_rows=max_rows))
 
     @property
     def card(self) -> ModelCard:

@@ -26,20 +26,18 @@ class Scheduler:
         """Ticks whose requests run together now; empty when none waits. The one due first is always among them."""
         waiting = sorted((t for t in ticks if t.request is not None and not isinstance(t.request, OnHost)), key=_due)
         batch: list[Tick] = []
-        num_rows = num_tokens = 0
+        size = 0
         for tick in waiting:
-            rows, tokens = _size(tick.request)
-            num_rows, num_tokens = num_rows + rows, num_tokens + tokens
-            if not batch or (_shares_batch(batch[0].request, tick.request) and self._fits(num_rows, num_tokens, batch)):
+            size_with_it = size + _size(tick.request)
+            if not batch or (
+                _shares_batch(batch[0].request, tick.request) and size_with_it <= self._most(tick.request)
+            ):
                 batch.append(tick)
-            else:
-                num_rows, num_tokens = num_rows - rows, num_tokens - tokens
+                size = size_with_it
         return batch
 
-    def _fits(self, num_rows: int, num_tokens: int, batch: list[Tick]) -> bool:
-        if isinstance(batch[0].request, Encode):
-            return len(batch) < self.limits.max_encodes
-        return num_rows <= self.limits.max_rows and num_tokens <= self.limits.max_tokens
+    def _most(self, request: Request | None) -> int:
+        return self.limits.max_rows if isinstance(request, Forward) else self.limits.max_encodes
 
 
 def _due(tick: Tick) -> tuple[float, int]:
@@ -49,11 +47,9 @@ def _due(tick: Tick) -> tuple[float, int]:
     return due, tick.sequence
 
 
-def _size(request: Request | None) -> tuple[int, int]:
-    """Rows and current tokens of a forward."""
-    if isinstance(request, Forward):
-        return len(request.rows), sum(row.context.num_tokens + row.num_draft_tokens for row in request.rows)
-    return 0, 0
+def _size(request: Request | None) -> int:
+    """Rows of a forward; an encoder's call is one."""
+    return len(request.rows) if isinstance(request, Forward) else 1
 
 
 def _shares_batch(first: object, other: object) -> bool:

@@ -137,10 +137,10 @@ class WorldModel(Protocol[InputsT, StateT, ResultT]):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The most that the engine puts into one batch. A tick's own rows make one in any case."""
+    """The most that the engine puts into one batch: rows of a forward, calls of an encoder. A tick's own rows make one
+    in any case."""
 
     max_rows: int
-    max_tokens: int
     max_encodes: int
 
 

@@ -38,10 +38,8 @@ def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterat
         return
     branches = len(spec.branches) if limits.max_rows > 1 else 1
     for num_sessions in sizes_up_to(max(1, limits.max_rows // branches)):
-        num_rows = branches * num_sessions
-        if num_sessions == 1 or num_rows * spec.row_limits.num_queries <= limits.max_tokens:
-            for step in spec.steps:
-                yield partial(_capture_forward, model, blocks, cache, num_rows, step)
+        for step in spec.steps:
+            yield partial(_capture_forward, model, blocks, cache, branches * num_sessions, step)
 
 
 def sizes_up_to(most: int) -> list[int]:
