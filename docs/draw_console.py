@@ -73,7 +73,13 @@ def drive(port: int, name: str, stop: threading.Event) -> None:
 def open_browser() -> webdriver.Chrome:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={WIDTH},1000"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={WIDTH},1000",
+    ):
         options.add_argument(argument)
     browser = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     light = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}

@@ -73,6 +73,7 @@ if __name__ == "__main__":
             future.result()
     fork = engine.fork(sessions[0])  # no K/V is copied
     dreamed, seen = (engine.submit(*tick).result().result for tick in ((sessions[0], None), (fork, torch.zeros(4, 32))))
-    print(f"after its own prediction {dreamed[0, :3].tolist()}, after a black frame {seen[0, :3].tolist()}")
-    print(f"rows of a forward -> forwards: {dict(engine.stats().rows_per_forward)}; {engine.capacity().explain()}")
+    dreamed, seen = (frame[0, :3].numpy().round(2) for frame in (dreamed, seen))  # of random weights: no meaning
+    print(f"after its own prediction {dreamed}, after a black frame {seen}: the fork went its own way")
+    print(f"rows of a forward -> forwards: {dict(engine.stats().rows_per_forward)}\n{engine.capacity().explain()}")
     engine.shutdown()

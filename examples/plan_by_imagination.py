@@ -4,6 +4,9 @@
 
 Without a checkpoint a tiny one with random weights is made: its dreams are noise, but the machinery is the real one.
 The score here is how smoothly the imagined arm moves; put your own reward model in its place.
+
+What to look at: forking takes no block; dreaming copies those that a future writes to, and only those; when all futures
+but one are closed, their blocks are free again. Conditioning is stored once, however many sessions read it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from worldkv.models.dreamzero.checkpoint import Checkpoint
 from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.world_action import TickInputs, TickResult
 from worldkv.robots.dataset import read_embodiment
+from worldkv.words import count
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +68,7 @@ def plan(engine: Engine, observation: TickInputs, num_futures: int, depth: int) 
 
     scores = [score(rollout) for rollout in rollouts]
     best = int(np.argmax(scores))
-    print("\nfuture   score")
+    print("\nfuture   score: minus the mean jump from action to action; nearer to 0 is smoother")
     for i, value in enumerate(scores):
         print(f"{i:>6}   {value:.4f}{'   <- chosen' if i == best else ''}")
 
@@ -75,7 +79,8 @@ def plan(engine: Engine, observation: TickInputs, num_futures: int, depth: int) 
     print()
     report(engine, "all others are closed")
     result = engine.submit(futures[best], replace(dream, noise_seed=best)).result().result
-    print(f"the chosen future goes on at frame {result.start_frame}: actions {result.actions.shape}")
+    steps, numbers = result.actions.shape
+    print(f"the chosen future goes on at frame {result.start_frame}: {steps} actions of {numbers} numbers")
 
 
 def score(rollout: list[TickResult]) -> float:
@@ -85,11 +90,12 @@ def score(rollout: list[TickResult]) -> float:
 
 
 def report(engine: Engine, what: str) -> None:
-    num_shared = engine.inspect(lambda core: len(core.cache.conditioning))  # once all before it is done
+    num_stored = engine.inspect(lambda core: len(core.cache.conditioning))  # once all before it is done
     stats = engine.stats()
+    stored = count(num_stored, "conditioning entry", "conditioning entries")
     print(
         f"{what:<34} {stats.blocks_used:>4} blocks in use, {stats.blocks_shared:>2} of them shared by histories, "
-        f"{stats.blocks_copied:>3} copied so far; {num_shared} conditioning entries for {stats.num_sessions} sessions"
+        f"{stats.blocks_copied:>3} copied so far; {stored} for {count(stats.num_sessions, 'session')}"
     )
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from test_layering import LAYERS
+
+from worldkv.cli.parser import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "client/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+# Programs whose options the text names, and the options of the reference's server.
+NOT_OURS = {
+    *("pip", "hf", "docker", "mypy", "torchrun", "openssl", "apt-get", "python", "make"),
+    *("--enable-dit-cache", "--max-chunk-size", "--model-path"),
+}
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -39,16 +50,31 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def commands(program: str) -> list[list[str]]:
-    """Every call of `program` in a bash block, split into words; settings of variables before it are left out."""
+    """Every call of `program` in a bash block of any document."""
+    return [words for path in DOCUMENTS for words in calls_in(path.read_text(encoding="utf-8"), program)]
+
+
+def calls_in(text: str, program: str) -> list[list[str]]:
+    """Split into words; settings of variables before it and where the output goes are left out."""
     found = []
-    for _, content in blocks("bash"):
+    for language, content in _BLOCK.findall(text):
+        if language != "bash":
+            continue
         for line in content.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words and re.match(r"[A-Z_]+=", words[0]):
                 words.pop(0)
             if words and words[0] == program:
-                found.append(words)
+                found.append(words[: words.index(">")] if ">" in words else words)
     return found
+
+
+@functools.cache
+def options_by_command() -> dict[str, set[str]]:
+    """The options of each command, by its help."""
+    parser = build_parser(learned=True)
+    (commands_of,) = (action for action in parser._actions if isinstance(action.choices, dict))
+    return {command: set(of._option_string_actions) for command, of in dict(commands_of.choices or {}).items()}
 
 
 def python(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -68,14 +94,6 @@ def python(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProces
     )
 
 
-@functools.cache
-def help_of(command: str) -> str:
-    code = "import sys; from worldkv.cli.main import main; sys.exit(main())"
-    done = python(["-c", code, command, "--help"], ROOT)
-    assert done.returncode == 0, f"worldkv {command} --help failed:\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
 def test_links_lead_to_files_that_exist(path: Path) -> None:
     missing = []
@@ -93,6 +111,33 @@ def anchors(document: Path) -> set[str]:
     text = re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower())) for heading in headings}
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "log.md")], ids=name)
+def test_a_name_that_links_to_code_is_defined_there(path: Path) -> None:
+    """[`Class.method`](file.py), [`function`](file.py), [`module`](file.py): whoever follows a tick finds each hop."""
+    missing = []
+    for shown, link in re.findall(r"\[`([\w.]+)`\]\(([^)#\s]+\.py)\)", path.read_text(encoding="utf-8")):
+        target = (path.parent / link).resolve()
+        modules = {target.stem, target.name, ".".join(target.with_suffix("").parts[-2:])}
+        known = {*modules, ".".join(target.parts[-3:-1]), target.parts[-2], target.relative_to(ROOT).as_posix()}
+        if shown not in known | names_in(target) and f"{shown}.py" != target.name:
+            missing.append(f"{shown} in {link}")
+    assert not missing, f"{name(path)}: {missing}"
+
+
+def names_in(module: Path) -> set[str]:
+    """Functions, classes, and the methods and fields of those."""
+    found = set()
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(f"{node.name}.{member.name}")
+            elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                found.add(f"{node.name}.{member.target.id}")
+    return found
 
 
 class _Page(HTMLParser):
@@ -136,21 +181,128 @@ def test_no_link_of_the_built_site_is_dead(tmp_path: Path) -> None:
     assert not dead, "\n".join(dead[:20])
 
 
+# How each word of docs/words.md occurs in sentences; of a frame there are two kinds, so the page says which.
+WORDS = {
+    "tick": "ticks?",
+    "chunk": "chunks?",
+    "session": "sessions?",
+    "embodiment": "embodiments?",
+    "dialect": "dialects?",
+    "denoising": "denois(?:e|es|ed|ing)",
+    "conditioning": "conditioning",
+    "branch": "branch(?:es)?",
+    "slot": "slots?",
+    "block": "blocks?",
+    "pool": "pools?",
+    "window": "windows?",
+    "sink": "sinks?",
+    "draft": "drafts?",
+    "commit": "commit(?:s|ted|ting)?",
+    "snapshot": "snapshots?",
+    "fork": "fork(?:s|ed)?",
+    "park": "park(?:s|ed|ing)?",
+    "row": "rows?",
+    "forward": "forwards?",
+    "charge": "charge[sd]?",
+    "stage": "stages?",
+}
+# Where such a word means something else: git's branches, a table's rows, to let something wait.
+OTHER_SENSES = (
+    r"a branch, a tag or a commit",
+    r"public forks",
+    r"Say in the commit",
+    r"something blocks its",
+    r"a row a tick, a video a camera",
+    r"branches one history",
+    r"branch one history",
+)
+# The words themselves, what was written once for all, what is made of docstrings, and pages that begin with the words.
+WITHOUT_WORDS = {"words.md", "log.md", "CHANGELOG.md", "reference.md", "benchmarks.md", "client/README.md"}
+
+
+def test_the_page_of_words_has_all_that_are_looked_for() -> None:
+    missing = set(WORDS) - anchors(ROOT / "docs" / "words.md")
+    assert not missing, f"docs/words.md does not explain {sorted(missing)}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if not WITHOUT_WORDS & {path.name, name(path)}], ids=name)
+def test_a_word_of_ours_is_explained_where_a_page_uses_it_first(path: Path) -> None:
+    """By a link to the page of words, or there and then, which sets it in bold."""
+    text, unexplained = path.read_text(encoding="utf-8"), []
+    sentences = prose(text)
+    for word, pattern in WORDS.items():
+        found = re.search(rf"(?<![\w-])(?:{pattern})(?![\w-])", sentences, re.IGNORECASE)
+        if found is None:
+            continue
+        before, after = text[: found.start()], text[found.end() :]
+        links = re.search(r"\[[^\]\[]*$", before) and re.match(r"[^\]\[]*\]\([^)]*(?:words\.md#|\.md\))", after)
+        in_bold = before.rpartition("\n\n")[2].count("**") % 2 == 1
+        if not links and not in_bold:
+            line = before.count("\n") + 1
+            unexplained.append(f"line {line}: {found[0]}, see words.md#{word}")
+    assert not unexplained, f"{name(path)}: " + "; ".join(unexplained)
+
+
+def prose(text: str) -> str:
+    """Of the same length: code, headings, pictures, where links lead to and words in other senses are blanks."""
+    for pattern in (
+        r"^```.*?^```$",
+        r"`[^`]*`",
+        r"^#.*?$",
+        r"!\[[^\]]*\]\([^)]*\)",
+        r"\]\([^)]*\)",
+        r"^    .*?$",
+        *OTHER_SENSES,
+    ):
+        text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.MULTILINE | re.DOTALL)
+    return text
+
+
+def test_the_order_of_imports_that_is_shown_is_the_one_that_is_kept() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Who may import whom")[2]
+    shown = re.search(r"^    (words, .*?)\n +\(", text, re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    assert re.findall(r"\w+", shown[1]) == [part for part in LAYERS if part != "__main__"]
+
+
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.parent.name == "docs"], ids=name)
 def test_every_document_stands_in_the_sites_navigation(path: Path) -> None:
     assert re.search(rf": {re.escape(path.name)}$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_readme_shows_every_command() -> None:
-    assert {words[1] for words in commands("worldkv")} >= {"serve", "replay", "verify", "inspect"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = {words[1] for words in calls_in(text, "worldkv")} | {"demo"}  # which `make demo` runs
+    assert shown >= set(COMMANDS)
 
 
 @pytest.mark.parametrize("words", commands("worldkv"), ids=" ".join)
-def test_a_command_that_is_shown_exists_with_its_options(words: list[str]) -> None:
-    shown = help_of(words[1])
-    options = [word.partition("=")[0] for word in words[2:] if word.startswith("-")]
-    missing = [option for option in options if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", shown)]
-    assert not missing, f"`worldkv {words[1]} --help` does not know {missing}"
+def test_a_command_that_is_shown_is_understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WORLDKV_")]:
+        monkeypatch.delenv(name)
+    build_parser().parse_args(words[1:])
+
+
+# An option in the text: of the command that is named before it in the same `...`, or of any.
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name not in ("CHANGELOG.md", "log.md")], ids=name)
+def test_an_option_that_the_text_names_exists(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    known = options_by_command()
+    missing = []
+    for code in re.findall(r"`([^`]+)`", text):
+        words = code.split()
+        if words[0] in NOT_OURS or "/" in words[0]:
+            continue
+        command = next((word for word in words[1:2] if words[0] == "worldkv" and word in COMMANDS), None)
+        known_here = known[command] if command else set().union(*known.values())
+        missing += [
+            f"{option} in `{code}`"
+            for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
+            if option not in known_here and option not in NOT_OURS
+        ]
+        if words[0] == "worldkv" and len(words) > 1 and re.fullmatch(r"[a-z]+", words[1]) and command is None:
+            missing.append(f"the command `{code}`")
+    assert not missing, f"{name(path)} names what worldkv has not: {missing}"
 
 
 @pytest.mark.parametrize("words", commands("make"), ids=" ".join)
@@ -159,6 +311,31 @@ def test_a_make_target_and_variable_that_is_shown_exists(words: list[str]) -> No
     for word in words[1:]:
         pattern = rf"^{re.escape(word.partition('=')[0])} \?=" if "=" in word else rf"^{re.escape(word)}:"
         assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile has no {word}"
+
+
+@pytest.mark.parametrize("words", commands("python"), ids=" ".join)
+def test_a_script_or_module_that_is_shown_exists(words: list[str]) -> None:
+    if words[1] == "-m":
+        assert importlib.util.find_spec(words[2]) is not None
+    else:
+        assert (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_an_extra_that_is_named_exists(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"(?:worldkv|\./?)\[([\w,-]+)\]", path.read_text(encoding="utf-8"))
+    wanted = {extra for extras in named for extra in extras.split(",")}
+    assert wanted <= set(project["optional-dependencies"])
+
+
+def test_what_is_installed_first_comes_from_a_checkout() -> None:
+    """worldkv is on no package index: only who has it can ask for its extras."""
+    for path in DOCUMENTS:
+        installs = calls_in(path.read_text(encoding="utf-8"), "pip")
+        by_name = [words for words in installs if any(re.match(r"worldkv(-client)?(\[|$)", word) for word in words)]
+        first = [words for words in installs if any(word.startswith(("./", ".[", "dist/")) for word in words)]
+        assert not by_name or (first and installs.index(first[0]) < installs.index(by_name[0])), name(path)
 
 
 @pytest.mark.parametrize(("block", "code"), [pytest.param(*block, id=block[0]) for block in blocks("python")])

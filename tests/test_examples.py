@@ -27,4 +27,6 @@ def test_planning_by_imagination_shares_history_and_goes_on_with_the_best(capsys
     assert dreamt > forked
     assert after < dreamt, "closed futures kept their blocks"
     assert said.count("<- chosen") == 1
-    assert "goes on at frame 9" in said
+    assert "goes on at frame 9: 6 actions of 8 numbers" in said
+    assert "for 1 session\n" in said
+    assert "nearer to 0 is smoother" in said

@@ -56,7 +56,7 @@ def test_it_shows_ticks_and_leaves_video_and_plots(
     with np.load(output / "actions.npz") as saved:
         assert saved["actions"].shape == (3, 24, 8)
         assert np.isfinite(saved["actions"]).all()
-    assert read_video(output / "observed.mp4").shape == (1 + 3 * 4, 360, 640, 3)
+    assert read_video(output / "observed.mp4").shape == (1 + 3 * 4, 384, 640, 3)
     assert len(read_video(output / "predicted.mp4")) == len(read_video(output / "seen_and_predicted.mp4")) == 3 * 8
     closing = out.partition("look into ")[2]
     listed = [line.split()[0] for line in closing.partition("next\n")[0].splitlines()[1:]]

@@ -64,7 +64,7 @@ def browser(chromium: Any) -> Iterator[Any]:
     yield chromium
     severe = [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
     chromium.get("about:blank")
-    known = ("WebSocket", "ERR_CONNECTION", "status of 409")  # a server that went away; a session between two ticks
+    known = ("WebSocket", "ERR_CONNECTION")  # a server that went away
     unexpected = [text for text in severe if not any(words in text for words in known)]
     assert not unexpected, "the page logged errors"
 

@@ -21,6 +21,7 @@ from console_page import (
     click,
     displayed,
     image_of,
+    num_colours,
     observation,
     panel,
     press,
@@ -169,6 +170,81 @@ def test_a_chart_of_two_minutes_does_not_stretch_two_seconds(browser: Any, conso
 
         eventually(is_drawn, PATIENCE_S)
     assert browser.execute_script(script)[0] > 0.7, "what was seen for some seconds fills two minutes"
+
+
+def test_axes_have_round_numbers_and_rows_are_whole(browser: Any, console_server: PolicyServer) -> None:
+    with many_sessions(console_server, 1):
+        history = console_server._service.sessions.get("robot-0").history
+        for total in (37.0, 159.0, 90.0):
+            history.ticks.append(
+                TickRow(0, time.time(), {"denoise": total, "total": total}, {"frames_cached": 1}, False)
+            )
+        visit(browser, console_server)
+        written = record_labels(browser)
+        browser.execute_script("location.hash = '#/s/robot-0'")
+        eventually(lambda: written("time by stage") >= {"0", "100 ms", "200 ms"}, PATIENCE_S)
+        browser.execute_script("location.hash = '#/'")
+        eventually(lambda: len(written("rows per forward")) > 3, PATIENCE_S)
+        marks = written("rows per forward") - {"2 min ago", "1 min ago", "now", "none yet"}
+        assert {"0", "1"} <= marks
+        assert all(mark.isdigit() for mark in marks), "half a row"
+
+
+@pytest.mark.parametrize(
+    ("most", "whole", "expected"),
+    [
+        (0.0, False, [0, 1]),
+        (1.0, True, [0, 1]),
+        (3.6, True, [0, 2, 4]),
+        (6.0, True, [0, 2, 4, 6]),
+        (64.0, True, [0, 25, 50, 75]),
+        (159.0, False, [0, 100, 200]),
+        (1025.0, False, [0, 500, 1000, 1500]),
+    ],
+)
+def test_an_axis_ends_at_or_above_the_largest_number(
+    browser: Any, console_server: PolicyServer, most: float, whole: bool, expected: list[float]
+) -> None:
+    visit(browser, console_server)
+    script = "return import('/console/charts.js').then(({ marks }) => marks(arguments[0], arguments[1]))"
+    assert browser.execute_script(script, most, whole) == expected
+
+
+def test_a_session_without_a_tick_says_so_and_displays_no_empty_pictures(
+    browser: Any, console_server: PolicyServer
+) -> None:
+    call(console_server, "POST", "sessions", {"session_id": "planned"})
+    visit(browser, console_server, "#/s/planned")
+    wait_for(browser, "nothing yet: a tick of its robot, or Imagine, shows it", panel("planned"))
+    wait_for(browser, "Actions of the newest chunknone yet", panel("planned"))
+    wait_for(browser, "Statenone yet", panel("planned"))
+    wait_for(browser, "The last ticks by stagenone yet", panel("planned"))
+    assert displayed(browser, f"{panel('planned')} canvas") == []
+    with PolicyClient(port=console_server.port, session_id="planned") as client:
+        client.infer(observation(0))
+        wait_for(browser, "what it expects to see next", panel("planned"))
+        eventually(lambda: len(displayed(browser, f"{panel('planned')} canvas")) == 6, PATIENCE_S)  # three cameras too
+        assert "none yet" not in shown(browser, panel("planned"))
+
+
+def test_what_was_expected_is_displayed_beside_what_is_seen(browser: Any, console_server: PolicyServer) -> None:
+    expected = f"{panel('arm')} canvas[aria-label='what it had expected']"
+    with PolicyClient(port=console_server.port, session_id="arm") as client:
+        client.infer(observation(0))
+        visit(browser, console_server, "#/s/arm")
+        wait_for(browser, "live", ".session .chip")  # nothing is kept of ticks that nobody watched
+        client.infer(observation(1))
+        wait_for(browser, "tick 1, frame", panel("arm"))
+        assert displayed(browser, expected) == [], "nobody saw what was imagined before"
+        client.infer(observation(2))
+        wait_for(browser, "what tick 1 had expected to see by now", panel("arm"))
+        wait_for(browser, "tick 2, frame", panel("arm"))
+        assert displayed(browser, expected) == [""]
+        assert num_colours(browser, expected) > 10
+        client.reset()
+        client.infer(observation(0))
+        wait_for(browser, "tick 3, frame", panel("arm"))
+        assert displayed(browser, expected) == [], "another episode was not expected"
 
 
 def test_who_was_asked_to_come_again_has_not_failed(browser: Any, console_server: PolicyServer) -> None:

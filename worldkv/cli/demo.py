@@ -22,7 +22,8 @@ from worldkv.cli.errors import OK
 from worldkv.cli.places import add_output
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
-from worldkv.demo.synthetic import CONTROL_HZ, SyntheticArm
+from worldkv.demo.synthetic import CONTROL_HZ, MAX_SPEED, SyntheticArm
+from worldkv.show.captions import captioned
 from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.show.live_table import LiveTable
 from worldkv.show.records import record_of_answer
@@ -32,7 +33,20 @@ from worldkv.words import count
 
 _HORIZON = 24  # actions a tick, as DreamZero's
 _BLOCK_SIZE = "16"  # smaller than a frame of the tiny model, so that blocks come and go visibly
-
+_REMARKS = {
+    "actions": (
+        "To look at: joints are answered relative to where the arm was seen, so each chunk starts from there; all "
+        "chunks have one shape, since the noise is the same at every tick; what is answered is not cut off, so it may "
+        f"leave the gripper's range; the arm turns by {MAX_SPEED:g} rad/s at most and stops at its limits."
+    ),
+    "cache": (
+        "To look at: a tick adds two frames until the window is full; one session is open, the pool has room for four."
+    ),
+    "latency": (
+        "To look at: the first frame of a window is encoded as a whole clip, hence the tall bars. A tiny model on a "
+        "CPU: a real one on a GPU spends most of a tick denoising."
+    ),
+}
 
 MORE = (
     "Writes a tiny checkpoint of random weights, serves it in a second process and drives it over a real\n"
@@ -57,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         window_frames = _write_checkpoint(checkpoint)
     print(f"{checkpoint}: random weights, nothing was learned; the motions are noise, the machinery is real")
     arm = SyntheticArm()
-    episode = Episode(CONTROL_HZ, window_frames, "random weights")
+    episode = Episode(CONTROL_HZ, window_frames, "random weights", remarks=_REMARKS)
     options = ["--device", "cpu", "--block-size", _BLOCK_SIZE, "--max-sessions", "4"]
     with _sigterm_as_interrupt(), ServerProcess(checkpoint, output / "server.log", options) as server:
         with spinner("starting a policy server in a second process, and waiting for it to be warm"):
@@ -91,7 +105,8 @@ def _stays(arguments: argparse.Namespace) -> bool:
 def _save(output: Path, episode: Episode, observed: np.ndarray, seconds: float) -> None:
     with progress("writing video and plots") as step:
         files = {"observed.mp4": "what the arm's three cameras saw"}
-        write_video(output / "observed.mp4", observed, fps=4 * CONTROL_HZ / _HORIZON)
+        words = "the wrist's camera above, the two exterior ones below: what the model is shown"
+        write_video(output / "observed.mp4", (captioned(frame, words) for frame in observed), 4 * CONTROL_HZ / _HORIZON)
         files |= episode.save(output, step)
     print(f"{seconds:.0f} s; look into {output}/")
     for name, what in {**files, "server.log": "what the server said"}.items():
@@ -126,12 +141,13 @@ def _drive(arm: SyntheticArm, robot: PolicyClient, num_ticks: int, episode: Epis
         assert isinstance(reply, dict), "details come in a map"
         record = record_of_answer(reply, number, robot.session_id)
         table.add(record)
-        arm.execute(reply["actions"])
+        followed = arm.execute(reply["actions"])
         observation = arm.observe()
         observed.append(tile_cameras(observation))
         predicted = reply["predicted_video"]
         seen = np.repeat(observed[-1], len(predicted) // len(observed[-1]), axis=0)
-        episode.ticks.append(EpisodeTick(record, reply["actions"], number * _HORIZON / CONTROL_HZ, predicted, seen))
+        seconds = number * _HORIZON / CONTROL_HZ
+        episode.ticks.append(EpisodeTick(record, reply["actions"], seconds, predicted, seen, followed))
     return np.concatenate(observed)
 
 

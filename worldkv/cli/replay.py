@@ -116,7 +116,6 @@ def _send_clip(arguments: argparse.Namespace) -> Episode:
     with client, LiveTable(0, title=title) as table:
         answer = clips.answered_by(client)
         clips.drive(answer, clip, schedule, arguments.prompt or clips.DEFAULT_PROMPT, episode, table)
-    episode.window_frames = max(record.frames_cached for record in episode.records)
     return episode
 
 

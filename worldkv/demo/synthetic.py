@@ -84,10 +84,11 @@ class SyntheticArm:
             "prompt": self.prompt,
         }
 
-    def execute(self, actions: np.ndarray) -> None:
+    def execute(self, actions: np.ndarray) -> np.ndarray:
         """Follow absolute actions [N, 8] (seven joints in radians, gripper in 0..1), one per control step.
 
-        The joints go towards each target as fast as MAX_SPEED and their limits allow.
+        The joints go towards each target as fast as MAX_SPEED and their limits allow, the gripper as far as it opens.
+        Returns where they were after each step, float64 [N, 8].
         """
         actions = np.asarray(actions, dtype=np.float64)
         if actions.ndim != 2 or actions.shape[1] != 8 or len(actions) == 0 or not np.isfinite(actions).all():
@@ -95,14 +96,17 @@ class SyntheticArm:
         steps = len(actions)
         seen_at = [max(1, steps * i // (FRAMES_PER_OBSERVATION - 1)) for i in range(FRAMES_PER_OBSERVATION)]
         self._frames = []
+        places = np.empty((steps, 8))
         for step, action in enumerate(actions, start=1):
             most = MAX_SPEED / CONTROL_HZ
             target = np.clip(action[:7], JOINT_LOW, JOINT_HIGH)
             self.joint_position = self.joint_position + np.clip(target - self.joint_position, -most, most)
             closing = float(np.clip(action[7], 0, 1)) - self.gripper_position
             self.gripper_position += float(np.clip(closing, -0.2, 0.2))
+            places[step - 1] = [*self.joint_position, self.gripper_position]
             if count := seen_at.count(step):
                 self._frames += [self._look()] * count
+        return places
 
     def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One frame of each camera (exterior 0, exterior 1, wrist), uint8 [180, 320, 3]."""

@@ -32,18 +32,33 @@ export function sparkline(canvas, values) {
   context.fill();
 }
 
+// The marks of an axis from 0: round numbers, two to five of them above it, the last one no less than `most`.
+export function marks(most, whole = false) {
+  const rough = most / 3 || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 2.5, 5, 10].map((times) => times * power).find((size) => size >= rough * 0.99);
+  if (whole) step = Math.max(1, Math.ceil(step));
+  const above = Math.max(1, Math.ceil((most / step) * 0.999));
+  return Array.from({ length: above + 1 }, (_, index) => index * step);
+}
+
+function axis(context, values, { left, right, y, words }) {
+  for (const value of values) {
+    context.fillStyle = colour("line");
+    context.fillRect(left, y(value), right - left, 1);
+    label(context, value ? words(value) : "0", left - 5, y(value) + 4, "right");
+  }
+}
+
 // A bar a point: {at, value}, in seconds; value null: nothing then. The axis is `seconds` long, filled or not.
 export function series(canvas, points, seconds, now) {
   const { context, width, height } = surface(canvas, 124);
   const [left, right, base] = [30, width - 6, height - 18];
-  const top = Math.max(1, ...points.map(({ value }) => value ?? 0)) * 1.15;
+  const values = marks(Math.max(1, ...points.map(({ value }) => value ?? 0)), true);
+  const top = values.at(-1);
   const x = (at) => right - ((now - at) / seconds) * (right - left);
   const y = (value) => base - (value / top) * (base - 12);
-  for (const share of [0, 0.5, 1]) {
-    context.fillStyle = colour("line");
-    context.fillRect(left, y(top * share), right - left, 1);
-    label(context, (top * share).toFixed(top < 10 ? 1 : 0), left - 4, y(top * share) + 4, "right");
-  }
+  axis(context, values, { left, right, y, words: String });
   label(context, `${seconds / 60} min ago`, left, height - 4, "left");
   label(context, `${seconds / 120} min ago`, (left + right) / 2, height - 4, "center");
   label(context, "now", right, height - 4, "right");
@@ -61,19 +76,16 @@ export function stageBars(canvas, ticks, chunkSeconds) {
   const shown = ticks.slice(-MAX_BARS);
   if (!shown.length) return;
   const [left, base] = [54, height - 20];
-  const top = Math.max(...shown.map(({ timings }) => timings.total ?? 0)) * 1.1 || 1;
-  const y = (value) => base - (value / top) * (base - 10);
+  const values = marks(Math.max(...shown.map(({ timings }) => timings.total ?? 0)));
+  const top = values.at(-1);
+  const y = (value) => base - (value / top) * (base - 16);
   const bar = Math.min(26, (width - left) / shown.length);
   const stages = stagesOf(shown);
-  for (const share of [0, 0.5, 1]) {
-    context.fillStyle = colour("line");
-    context.fillRect(left, y(top * share), width - left, 1);
-    label(context, share ? milliseconds(top * share) : "0", left - 5, y(top * share) + 4, "right");
-  }
+  axis(context, values, { left, right: width, y, words: milliseconds });
   shown.forEach((tick, index) => {
     let bottom = base;
     for (const stage of stages) {
-      const tall = ((tick.timings[stage] ?? 0) / top) * (base - 10);
+      const tall = base - y(tick.timings[stage] ?? 0);
       context.fillStyle = stageColour(stage);
       context.fillRect(left + index * bar, bottom - tall, Math.max(1, bar - 2), tall);
       bottom -= tall;
@@ -119,6 +131,9 @@ export function actionCurves(canvas, numbers, chunk, before, executed, seconds) 
     if (high > low) label(context, short(low, high - low), left - 6, top + 75, "right");
     label(context, "0", left, top + 87, "left");
     label(context, `${seconds.toFixed(1)} s`, right, top + 87, "right");
+    context.setLineDash([3, 3]);
+    for (const end of range ?? []) line(context, [[left, y(end)], [right, y(end)]], colour("grey"), 1);
+    context.setLineDash([]);
     context.globalAlpha = 0.35;
     line(context, place(old), colour("muted"), 1.2);
     context.globalAlpha = 0.55;

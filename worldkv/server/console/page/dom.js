@@ -77,20 +77,13 @@ export function ask(question, yes) {
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
 }
 
-// A session is busy most of the time while its robot runs: what needs a pause between two ticks waits for one.
-const BUSY_WITHIN_MS = 8000;
-
 export async function call(method, path, body) {
   const headers = { "content-type": "application/json" };
   if (key.get()) headers.authorization = `Api-Key ${key.get()}`;
-  const request = { method, headers, body: body === undefined ? undefined : JSON.stringify(body) };
-  for (const deadline = Date.now() + BUSY_WITHIN_MS; ;) {
-    const response = await reach(`/v1/${path}`, request);
-    const answer = await response.json();
-    if (response.ok) return answer;
-    if (answer.code !== "session_busy" || Date.now() > deadline) throw new Error(answer.message ?? `${response.status}`);
-    await new Promise((resolve) => setTimeout(resolve, 100));
-  }
+  const response = await reach(`/v1/${path}`, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.message ?? `${response.status}`);
+  return answer;
 }
 
 async function reach(address, request) {

@@ -15,10 +15,12 @@ export class Feed {
     this.onchanged = changed;
     this.hello = null;
     this.overview = null;
-    this.details = new Map(); // of watched sessions, by id, as are the next three
+    this.details = new Map(); // of watched sessions, by id, as are the next four
     this.before = new Map();
     this.observed = new Map();
     this.imagined = new Map();
+    this.imaginedBefore = new Map(); // the one before that
+    this.kept = [this.details, this.before, this.observed, this.imagined, this.imaginedBefore];
     this.rows = []; // {at, value}: rows per forward
     this.stale = false; // what is shown is not what is
     this.heardAt = null; // of the last overview, this computer's clock
@@ -118,7 +120,7 @@ export class Feed {
     this.hello = message;
     this.greetedAt = now();
     this.backoff = 500;
-    for (const kept of [this.details, this.before, this.observed, this.imagined]) kept.clear();
+    for (const kept of this.kept) kept.clear();
     this.counts = null;
     this.onhello();
     this.watch(this.wanted);
@@ -130,7 +132,7 @@ export class Feed {
       if (name !== "num") message.blocks[name] = Uint8Array.from(atob(value), (letter) => letter.charCodeAt(0));
     }
     const open = new Set(message.sessions.map(({ id }) => id));
-    for (const kept of [this.details, this.before, this.observed, this.imagined]) {
+    for (const kept of this.kept) {
       for (const id of kept.keys()) if (!open.has(id)) kept.delete(id);
     }
     this.overview = message;
@@ -162,6 +164,8 @@ export class Feed {
       const images = new Map(header.images.map(({ name, shape }) => [name, { shape, pixels: take(shape) }]));
       this.observed.set(header.id, images);
     } else {
+      const old = this.imagined.get(header.id);
+      if (old && old.tick !== header.tick) this.imaginedBefore.set(header.id, old);
       this.imagined.set(header.id, { tick: header.tick, shape: header.shape, pixels: take(header.shape) });
     }
     this.onchanged();

@@ -9,12 +9,14 @@ import { fillState } from "./table.js";
 
 export const MAX_PANELS = 4; // the server tells of no more at a time
 const IMAGINED_HZ = 5;
+const WINDOW_FULL = "window full"; // of the reasons to begin a window, the one that goes on with the same scene
+const NOTHING_YET = "nothing yet: a tick of its robot, or Imagine, shows it";
 
 export class Sessions {
   constructor(root, feed, ids) {
     this.feed = feed;
     this.panels = ids.map((id, number) => new Panel(feed, id, ids, number + 1));
-    root.append(el("p", {}, el("a", { href: "#/" }, "← all sessions"), el("span", { class: "muted" }, "  Esc")));
+    root.append(el("p", {}, el("a", { href: "#/" }, "← all sessions"), " ", el("kbd", {}, "Esc")));
     root.append(el("div", { class: "columns" }, this.panels.map(({ element }) => element)));
     for (const panel of this.panels) {
       for (const event of ["pointerdown", "focusin"]) panel.element.addEventListener(event, () => this.focus(panel));
@@ -59,13 +61,17 @@ class Panel {
     this.facts = el("span", { class: "muted" });
     this.cameras = el("div", { class: "cameras" });
     this.prompt = el("p", { class: "muted" });
-    this.imagined = el("canvas", { role: "img", "aria-label": "imagined video" });
-    this.imaginedNote = el("figcaption");
+    this.imagined = el("canvas", { role: "img", "aria-label": "imagined video", hidden: true });
+    this.imaginedNote = el("figcaption", {}, NOTHING_YET);
+    this.expected = el("canvas", { role: "img", "aria-label": "what it had expected" });
+    this.expectedNote = el("figcaption");
+    this.expectedBox = el("figure", { hidden: true }, this.expected, this.expectedNote);
     this.seenNote = el("small");
     this.actionNote = el("small");
-    this.curves = el("canvas", { role: "img", "aria-label": "actions of the chunk" });
+    this.curves = el("canvas", { role: "img", "aria-label": "actions of the chunk", hidden: true });
+    this.stateNote = el("small");
     this.state = el("dl", { class: "values" });
-    this.bars = el("canvas", { role: "img", "aria-label": "time by stage" });
+    this.bars = el("canvas", { role: "img", "aria-label": "time by stage", hidden: true });
     this.barNote = el("small");
     this.stages = el("div", { class: "legend" });
     this.log = el("ul", { class: "plain log" });
@@ -76,9 +82,9 @@ class Panel {
       el("h1", {}, name, several && " ", several && el("span", { class: "keyed" }, "keys act here")),
       el("p", {}, this.chip, " ", this.facts), this.commands.element,
       card("", "Seen", this.seenNote, this.prompt, this.cameras),
-      card("", "Imagined", null, el("figure", {}, this.imagined, this.imaginedNote)),
+      card("", "Imagined", null, el("figure", {}, this.imagined, this.imaginedNote), this.expectedBox),
       card("all", "Actions of the newest chunk", this.actionNote, this.curves),
-      card("", "State", null, this.state),
+      card("", "State", this.stateNote, this.state),
       card("", "The last ticks by stage", this.barNote, this.bars, this.stages),
       card("", "Forks and snapshots", null, this.tree),
       card("", "What happened", null, this.log));
@@ -100,7 +106,9 @@ class Panel {
     text(this.seenNote, newest ? `tick ${newest.tick}, ${ago(Math.max(0, this.feed.serverNow() - newest.at))} ago` : "no ticks yet");
     const imagined = newest?.imagined ? "Nothing: its last tick was imagined." : "";
     text(this.prompt, detail.prompt ? `“${detail.prompt}”` : imagined || "It is shown from its next tick on.");
+    this.showExpected(newest);
     this.showActions(detail, hello);
+    text(this.stateNote, detail.state ? "" : "none yet");
     showState(this.state, detail.state, hello);
     this.showStages(detail, hello);
     showLog(this.log, detail.events);
@@ -126,8 +134,21 @@ class Panel {
     }
   }
 
+  // To be compared with what is seen: the end of what the tick before had imagined.
+  showExpected(newest) {
+    const videos = [this.feed.imagined.get(this.id), this.feed.imaginedBefore.get(this.id)];
+    const goesOn = newest && !newest.imagined && [undefined, null, WINDOW_FULL].includes(newest.facts.restart_reason);
+    const video = goesOn && videos.find((other) => other?.tick === newest.tick - 1);
+    this.expectedBox.hidden = !video;
+    if (!video) return;
+    const [frames, height, width] = video.shape;
+    picture(this.expected, video.pixels.subarray((frames - 1) * height * width * 3), height, width);
+    text(this.expectedNote, `what tick ${video.tick} had expected to see by now, to be compared with what is seen`);
+  }
+
   showActions(detail, hello) {
-    if (!detail.actions) return;
+    this.curves.hidden = !detail.actions;
+    if (!detail.actions) return text(this.actionNote, "none yet");
     const since = this.feed.serverNow() - detail.ticks.at(-1).at;
     const executed = Math.min(detail.actions.length, Math.max(0, Math.floor(since * rateOf(hello))));
     const seconds = detail.actions.length / (rateOf(hello) || 1);
@@ -136,6 +157,7 @@ class Panel {
   }
 
   showStages({ ticks }, hello) {
+    this.bars.hidden = ticks.length === 0;
     stageBars(this.bars, ticks, chunkSeconds(hello));
     const totals = ticks.map(({ timings }) => timings.total);
     const few = ticks.slice(-MAX_BARS);
@@ -155,6 +177,7 @@ class Panel {
     const video = this.feed.imagined.get(this.id);
     if (!video) return;
     const [frames, height, width] = video.shape;
+    this.imagined.hidden = false;
     this.frame = (this.frame + 1) % frames;
     const size = height * width * 3;
     picture(this.imagined, video.pixels.subarray(this.frame * size, (this.frame + 1) * size), height, width);
