@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ pytest.importorskip("diffusers")
 
 from engines import make_engine, make_inputs  # noqa: E402
 
+from worldkv.attention import cudnn  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
 from worldkv.kv.window import Window  # noqa: E402
-from worldkv.models.wan import kernels  # noqa: E402
+from worldkv.load import start_engine  # noqa: E402
+from worldkv.models.graphs import GraphedCall  # noqa: E402
+from worldkv.models.wan import kernels, kernels_triton  # noqa: E402
 from worldkv.models.wan.fused import FusedBlocks  # noqa: E402
 from worldkv.models.wan.graphs import GraphedBlocks  # noqa: E402
 
@@ -95,6 +99,7 @@ def episode(blocks: str, kind: str, num_ticks: int = 10, window_policy: str = "r
     else:
         assert isinstance(dit.run_blocks, GraphedBlocks)
         assert isinstance(dit.run_blocks._blocks, FusedBlocks)
+        engine.make_ready()
     first, second = engine.open_session(), engine.open_session()
     results = []
     for tick in range(num_ticks):
@@ -104,7 +109,7 @@ def episode(blocks: str, kind: str, num_ticks: int = 10, window_policy: str = "r
         answers = [future.result().result for future in futures]
         results += [(answer.video_latents, answer.actions) for answer in answers]
     if blocks == "graphs":
-        assert len(dit.run_blocks._captured) > 1, "nothing was captured"
+        assert dit.run_blocks.num_captured > 1, "nothing was captured"
     engine.shutdown()
     return results
 
@@ -123,3 +128,76 @@ def test_graphs_give_what_the_same_kernels_give_one_by_one(kind: str) -> None:
 def test_fused_blocks_stay_near_the_plain_ones(kind: str) -> None:
     for (ours, _), (expected, _) in zip(episode("fused", kind, 5), episode("plain", kind, 5), strict=True):
         assert relative_error(ours, expected) < 0.1
+
+
+def made(model: Any) -> dict[str, int]:
+    graphs = [model.dit.run_blocks, *model.encoding.graphed.values()]
+    return {
+        "graphs": sum(each.num_captured for each in graphs),
+        "attention plans": cudnn.num_graphs(),
+        "kernels": kernels_triton.num_compiled(),
+    }
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_nothing_is_made_after_warm_up_whoever_joins_leaves_restarts_or_dreams(
+    kind: str, batch_invariant: bool
+) -> None:
+    options = {"device": "cuda", "dtype": torch.bfloat16, "attention": "cudnn", "batch_invariant": batch_invariant}
+    engine = make_engine(kind, block_size=16, max_sessions=7, **options)
+    engine.warm_up()
+    before, launched = made(engine.model), []
+    blocks = engine.model.dit.run_blocks
+    eager = blocks._blocks
+    blocks._blocks = lambda inputs: launched.append(len(inputs.x)) or eager(inputs)
+    dice = np.random.default_rng(0)
+    sessions: list[Any] = []
+    for turn in range(16):
+        if len(sessions) < 7 and dice.random() < 0.5:
+            sessions.append((engine.open_session(), []))
+        futures = []
+        for session, ticks in sessions:
+            if dice.random() < 0.3 and ticks:
+                continue
+            inputs = make_inputs(engine, turn, 1 if not ticks or dice.random() < 0.1 else 4, prompt=len(ticks) % 2)
+            if ticks and dice.random() < 0.1:
+                inputs = replace(inputs, frames=None)
+            ticks.append(turn)
+            futures.append(engine.submit(session, inputs))
+        for future in futures:
+            assert np.isfinite(future.result().result.actions).all()
+        if sessions and dice.random() < 0.2:
+            engine.close(sessions.pop(0)[0], "leaves")
+    engine.shutdown()
+    assert made(engine.model) == before
+    assert launched == [], "forwards that found no graph, by their tokens"
+
+
+def test_two_engines_of_one_model_write_to_their_own_pages() -> None:
+    options = {"device": "cuda", "dtype": torch.bfloat16, "attention": "cudnn"}
+    one = make_engine("ti2v", block_size=16, **options)
+    two = start_engine(one.model, one.config, "cuda", torch.bfloat16)
+    results = []
+    for engine in (one, two, one):
+        engine.make_ready()
+        session = engine.open_session()
+        results.append(engine.submit(session, make_inputs(engine, 0, 1)).result().result.actions)
+        engine.close(session, "done")
+    assert np.array_equal(results[0], results[1])
+    assert np.array_equal(results[0], results[2])
+    one.shutdown()
+    two.shutdown()
+
+
+def test_a_call_of_any_size_gives_what_the_function_gives() -> None:
+    weight = torch.randn(8, 8, device="cuda")
+    call = GraphedCall(lambda x: torch.tanh(x @ weight))
+    for size in (1, 2, 4):
+        call.prepare(size, torch.zeros(1, 8, device="cuda"))
+    for size in (3, 1, 9, 4, 2, 6):
+        x = torch.randn(size, 8, device="cuda")
+        assert torch.allclose(call(x), torch.tanh(x @ weight), atol=1e-5)
+    assert call.num_captured == 3
+    other = torch.randn(2, 3, 8, device="cuda")
+    assert torch.allclose(call(other), torch.tanh(other @ weight), atol=1e-5), "another shape runs as usual"

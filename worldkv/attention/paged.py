@@ -3,9 +3,9 @@
 Kernels read whole blocks or tiles and mask what lies past a row's n: those slots must be finite. They are the row's
 own (the rest of its last block, and that block again), never a free block's.
 
-The number of rows is rounded up to a power of two with padding rows of zero queries, and queries and keys to the limits
-of all rows that ever come. Many sessions make batches of many compositions, and plans and graphs, which are built per
-shape, are then few enough to be made before the first one comes.
+The number of rows is rounded up to a power of two with padding rows of zero queries, keys to the limit of all rows that
+ever come, and so are queries where rows differ. Many sessions make batches of many compositions, and plans and graphs,
+which are built per shape, are then few enough to be made before the first one comes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class PagedPlan(AttentionPlan):
         lengths[:, : len(rows)] = [[row.num_queries for row in rows], [row.num_visible for row in rows]]
         lengths[1, len(rows) :] = 1  # of the first row's first block, for no query
         most_queries, most_keys = (int(most) for most in lengths.max(axis=1))
-        is_ragged = limits is not None or bool((lengths[0] != most_queries).any())
+        is_ragged = bool((lengths[0] != most_queries).any())
         if limits is not None:
             assert most_queries <= limits.num_queries, "a row has more queries than its limits say"
             assert most_keys <= limits.num_visible, "a row sees more than its limits say"
-            most_queries, most_keys = limits.num_queries, limits.num_visible
+            most_keys = limits.num_visible
+            if is_ragged:  # kernels for rows that are all alike are a little faster
+                most_queries = limits.num_queries
         tables = _block_tables(rows, lengths.shape[1], most_keys, storage.block_size)
         self.shape_class: ShapeClass = (len(tables), most_queries, is_ragged, tables.shape[1])
         self.tables = upload(tables, storage.device)

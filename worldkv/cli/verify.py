@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     for block_size in arguments.block_size:
         observer = GoldenObserver(recording)
         engine = _load(checkpoint, arguments, block_size, recording, observer)
+        engine.make_ready()  # what serves is verified: graphs, where there is a GPU
         try:
             with progress(f"running the recorded calls in blocks of {block_size}") as step:
                 expected = _run_calls(engine, recording, observer, arguments.interleave, step)

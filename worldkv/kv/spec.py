@@ -64,13 +64,18 @@ class KVSpec:
     def row_limits(self) -> RowLimits:
         """Of one branch's rows, in any forward: their current tokens, and what they see with them."""
         num_draft_tokens = max(step.num_draft_tokens for step in self.steps)
-        num_queries = max(step.num_chunks * self.chunk_size + step.num_draft_tokens for step in self.steps)
-        return RowLimits(num_queries, self.window.max_chunks * self.chunk_size + num_draft_tokens)
+        return RowLimits(
+            max(map(self.tokens_of, self.steps)), self.window.max_chunks * self.chunk_size + num_draft_tokens
+        )
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Every kind of forward of a tick, once."""
         return tuple(dict.fromkeys(step for tick in (*self.ticks, *self.restarts) for step in tick))
+
+    def tokens_of(self, step: Step) -> int:
+        """Current tokens of a row at this step."""
+        return step.num_chunks * self.chunk_size + step.num_draft_tokens
 
     def bytes_per_token(self, element_size: int, scale_size: int = 0) -> int:
         """Bytes of K and V of one token over all layers; `scale_size`: of each head's scale, see PageFormat."""

@@ -5,7 +5,7 @@ Every batch that the engine can put together is then of a shape that was made, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,9 +37,14 @@ def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterat
     if not isinstance(blocks, GraphedBlocks) or cache.backend.name == "reference":
         return
     branches = len(spec.branches) if limits.max_rows > 1 else 1
+    by_size = sorted(spec.steps, key=spec.tokens_of)
     for num_sessions in sizes_up_to(max(1, limits.max_rows // branches)):
-        for step in spec.steps:
-            yield partial(_capture_forward, model, blocks, cache, branches * num_sessions, step)
+        num_rows = branches * num_sessions
+        mixes = [[step] * num_rows for step in by_size]
+        if num_sessions > 1 and len(by_size) > 1:  # sessions at different steps, as large as these can be
+            mixes.append([by_size[-2]] * branches + [by_size[-1]] * (num_rows - branches))
+        for mix in mixes:
+            yield partial(_capture_forward, model, blocks, cache, mix)
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -68,23 +73,24 @@ def _encoder_steps(model: DreamZero, limits: BatchLimits) -> Iterator[Callable[[
 
 
 @torch.no_grad()
-def _capture_forward(model: DreamZero, blocks: GraphedBlocks, cache: KVCache, num_rows: int, step: Step) -> None:
-    """A forward of rows that are all at this step, read the pool's first blocks and write nowhere."""
-    spec, limits = model.spec, model.spec.row_limits
-    block_size, num_tokens = cache.storage.block_size, step.num_chunks * spec.chunk_size + step.num_draft_tokens
+def _capture_forward(model: DreamZero, blocks: GraphedBlocks, cache: KVCache, mix: Sequence[Step]) -> None:
+    """A forward of rows at these steps, which read the pool's first blocks and write nowhere."""
+    spec, block_size = model.spec, cache.storage.block_size
+    counts = [spec.tokens_of(step) for step in mix]
 
-    def reading(num_keys: int, write_slots: np.ndarray | None = None) -> AttentionRow:
-        blocks = np.arange(blocks_for(num_keys, block_size), dtype=np.int32) % cache.storage.num_blocks
-        return AttentionRow(blocks, num_keys, num_tokens, write_slots)
+    def reading(num_keys: int, num_tokens: int, write_slots: np.ndarray | None = None) -> AttentionRow:
+        held = np.arange(blocks_for(num_keys, block_size), dtype=np.int32) % cache.storage.num_blocks
+        return AttentionRow(held, num_keys, num_tokens, write_slots)
 
-    nowhere = np.full(num_tokens, -1, dtype=np.int64)
+    nowhere = [np.full(count, -1, dtype=np.int64) for count in counts]
+    num_visible = spec.row_limits.num_visible
     plans = model.plans(
         cache,
-        [reading(limits.num_visible, nowhere)] * num_rows,
-        {kind: [reading(num_keys)] * num_rows for kind, num_keys in spec.conditioning.items() if num_keys},
+        [reading(num_visible, count, slots) for count, slots in zip(counts, nowhere, strict=True)],
+        {kind: [reading(num_keys, count) for count in counts] for kind, num_keys in spec.conditioning.items()},
     )
-    with blocks.preparing(num_levels=_LEVELS_PER_ROW * num_rows):
-        model.dit([_row(model, step)] * num_rows, plans)
+    with blocks.preparing(num_levels=_LEVELS_PER_ROW * len(mix)):
+        model.dit([_row(model, step) for step in mix], plans)
 
 
 def _row(model: DreamZero, step: Step) -> DreamZeroRow:
