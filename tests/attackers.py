@@ -122,7 +122,7 @@ ATTACKS: dict[str, Callable[[int], Iterator[int]]] = {
     "long msgpack": floods(opened, frame(BINARY, LONG_MSGPACK)),
     "bodies in crumbs": floods(connected, CRUMBS),
     "JSON bodies": asks(
-        get("/v1/sessions", method="POST", more="content-type: application/json\r\n", body=b"[" * 16_000)
+        get("/v1/sessions", method="POST", more="content-type: application/json\r\n", body=b"[" * 60_000)
     ),
     "pipelined requests": floods(connected, get("/healthz").replace(b"close", b"keep-alive") * 500),
     "rebinding": asks(get("/v1/sessions", "evil.example"), get("/metrics", "evil.example")),
