@@ -88,14 +88,19 @@ def asks(*requests: bytes) -> Callable[[int], Iterator[int]]:
 
 
 def idle(port: int) -> Iterator[int]:
-    """Sockets that never say anything, as many as this process may have."""
-    kept = []
-    for _ in range(1000):
-        with contextlib.suppress(OSError):
-            kept.append(connected(port))
-        yield 0
-    while True:
-        time.sleep(0.05)
+    """Sockets that never say anything: those that are closed are opened again."""
+    kept: dict[int, socket.socket] = {}
+    for turn in range(10**9):
+        index = turn % 1000
+        try:
+            kept[index] = kept.get(index) or connected(port)
+            if not kept[index].recv(4096, socket.MSG_DONTWAIT):
+                kept.pop(index).close()
+        except BlockingIOError:  # it is open
+            time.sleep(0.0005)
+        except OSError:
+            if index in kept:
+                kept.pop(index).close()
         yield 0
 
 

@@ -35,21 +35,25 @@ MAX_LOG_BYTES = 3_000_000
 SERVER = """
 import concurrent.futures, resource, sys, time
 from server_fakes import FakePolicy, FakePolicySession
+from worldkv.server import memory
 from worldkv.server.logs import set_up_logging
 from worldkv.server.server import PolicyServer, ServerConfig
 num_files = int(sys.argv[1])
 if num_files:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 set_up_logging("text")
+memory.use_few_heaps()
 host = concurrent.futures.ThreadPoolExecutor(4)
 FakePolicySession.begin_park = lambda self: host.submit(time.sleep, 0.02)
 FakePolicySession.describe = lambda self: dict(state="live", busy=False, frames_seen=0, blocks=0, bytes_parked=0)
 limits = dict(max_sockets=int(sys.argv[2]) or None, silent_s=float(sys.argv[3]), max_connections=999)
+limits["max_sockets_per_address"] = int(sys.argv[4])
 config = ServerConfig(port=0, health_port=0, **limits)
 server = PolicyServer(FakePolicy(), config)
 server.listen()
 print(server.port, server.health_port, flush=True)
-server.run()
+with memory.given_back():
+    server.run()
 """
 
 
@@ -68,12 +72,14 @@ class Target:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def started(folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: float = 1.0) -> Iterator[Target]:
+def started(
+    folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: float = 1.0, per_address: int = 512
+) -> Iterator[Target]:
     path = os.pathsep.join(str(place) for place in (TESTS, TESTS.parent, TESTS.parent / "client"))
     log = folder / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(num_files), str(max_sockets), str(silent_s)],
+            [sys.executable, "-c", SERVER, str(num_files), str(max_sockets), str(silent_s), str(per_address)],
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
