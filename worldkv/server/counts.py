@@ -61,10 +61,6 @@ class Bucket:
     def give(self, tokens: float) -> None:
         self._left = min(self._left + tokens, self._size)
 
-    @property
-    def is_full(self) -> bool:
-        return self._left + (time.monotonic() - self._at) * self._per_second >= self._size
-
 
 class Turns:
     """Lets one begin in each turn of the event loop, however many come: others have their turn in between."""
