@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -81,7 +82,10 @@ def test_a_request_that_is_refused_or_given_up_is_counted_no_more() -> None:
         assert http_get(server.port, "/v1/sessions")[0] == 200
 
 
-def test_a_socket_that_never_asks_is_told_and_closed_and_one_that_has_asked_may_be_silent() -> None:
+def test_a_socket_that_never_asks_is_told_and_closed_and_one_that_has_asked_may_be_silent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
     with serving(FakePolicy(), session_idle_s=0.4) as server, raw_client(server.port) as robot:
         assert told(ask(robot, infer_message("arm")))[0] == 1
         with raw_client(server.port) as ws:
@@ -92,5 +96,7 @@ def test_a_socket_that_never_asks_is_told_and_closed_and_one_that_has_asked_may_
                 ws.recv(timeout=5)
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == CloseCode.INTERNAL
+        told_of = [record for record in caplog.records if "no first request came" in record.getMessage()]
+        assert [record.levelname for record in told_of] == ["WARNING"], "a client's silence is no fault of the server's"
         eventually(lambda: not server._service.sessions.of(""), 5)  # its session was idle for as long
         assert "has ended" in str(ask(robot, infer_message("arm"))), "the socket was closed with its session"

@@ -243,7 +243,8 @@ class Connection:
         self._service.metrics.errors.labels(code).inc()
         if self._serving:
             self._count("error")
-        level = logging.ERROR if close is CloseCode.INTERNAL else logging.WARNING
+        is_ours = code == WorldKVError.code or (self._serving and close is CloseCode.INTERNAL)  # not a client's silence
+        level = logging.ERROR if is_ours else logging.WARNING
         fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
         logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)
         with contextlib.suppress(WebSocketDisconnect):
