@@ -88,14 +88,19 @@ def asks(*requests: bytes) -> Callable[[int], Iterator[int]]:
 
 
 def idle(port: int) -> Iterator[int]:
-    """Sockets that never say anything, as many as this process may have."""
-    kept = []
-    for _ in range(1000):
-        with contextlib.suppress(OSError):
-            kept.append(connected(port))
-        yield 0
-    while True:
-        time.sleep(0.05)
+    """Sockets that never say anything: those that are closed are opened again."""
+    kept: dict[int, socket.socket] = {}
+    for turn in range(10**9):
+        index = turn % 1000
+        try:
+            kept[index] = kept.get(index) or connected(port)
+            if not kept[index].recv(4096, socket.MSG_DONTWAIT):
+                kept.pop(index).close()
+        except BlockingIOError:  # it is open
+            time.sleep(0.0005)
+        except OSError:
+            if index in kept:
+                kept.pop(index).close()
         yield 0
 
 
@@ -122,7 +127,7 @@ ATTACKS: dict[str, Callable[[int], Iterator[int]]] = {
     "long msgpack": floods(opened, frame(BINARY, LONG_MSGPACK)),
     "bodies in crumbs": floods(connected, CRUMBS),
     "JSON bodies": asks(
-        get("/v1/sessions", method="POST", more="content-type: application/json\r\n", body=b"[" * 16_000)
+        get("/v1/sessions", method="POST", more="content-type: application/json\r\n", body=b"[" * 60_000)
     ),
     "pipelined requests": floods(connected, get("/healthz").replace(b"close", b"keep-alive") * 500),
     "rebinding": asks(get("/v1/sessions", "evil.example"), get("/metrics", "evil.example")),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
+import json
 import os
 import socket
 import statistics
@@ -21,31 +21,39 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attackers import ATTACKS, connected, frame, opened
+from health_probe import asked
 from server_fakes import eventually, roboarena_observation, told
 
 from worldkv.client import PolicyClient
 
 TESTS = Path(__file__).resolve().parents[1]
 SECONDS = float(os.environ.get("WORLDKV_ATTACK_S", "0.4"))
-ALLOWED_S = 2.0  # for one answer, on a machine that others use as well; attacks of these kinds once took up to 46
+ALLOWED_S = 0.5  # for one answer, where the machine does nothing else; attacks of these kinds once took up to 46
+OF_IDLE = 20  # or as many times what it takes without an attack: others may use the machine as well
+OWN_PORT_S = 0.1  # whatever clients do
 MAX_LOG_BYTES = 3_000_000
 SERVER = """
-import resource, sys
+import concurrent.futures, resource, sys, time
 from server_fakes import FakePolicy, FakePolicySession
+from worldkv.server import memory
 from worldkv.server.logs import set_up_logging
 from worldkv.server.server import PolicyServer, ServerConfig
 num_files = int(sys.argv[1])
 if num_files:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 set_up_logging("text")
-FakePolicySession.park = lambda self: __import__("time").sleep(0.02)
+memory.use_few_heaps()
+host = concurrent.futures.ThreadPoolExecutor(4)
+FakePolicySession.begin_park = lambda self: host.submit(time.sleep, 0.02)
 FakePolicySession.describe = lambda self: dict(state="live", busy=False, frames_seen=0, blocks=0, bytes_parked=0)
 limits = dict(max_sockets=int(sys.argv[2]) or None, silent_s=float(sys.argv[3]), max_connections=999)
+limits["max_sockets_per_address"] = int(sys.argv[4])
 config = ServerConfig(port=0, health_port=0, **limits)
 server = PolicyServer(FakePolicy(), config)
 server.listen()
 print(server.port, server.health_port, flush=True)
-server.run()
+with memory.given_back():
+    server.run()
 """
 
 
@@ -64,12 +72,14 @@ class Target:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def started(folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: float = 1.0) -> Iterator[Target]:
+def started(
+    folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: float = 1.0, per_address: int = 512
+) -> Iterator[Target]:
     path = os.pathsep.join(str(place) for place in (TESTS, TESTS.parent, TESTS.parent / "client"))
     log = folder / "server.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(num_files), str(max_sockets), str(silent_s)],
+            [sys.executable, "-c", SERVER, str(num_files), str(max_sockets), str(silent_s), str(per_address)],
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
@@ -78,7 +88,7 @@ def started(folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: fl
     assert process.stdout is not None
     try:
         port, health_port = map(int, process.stdout.readline().split())
-        eventually(lambda: asked(port) is not None)
+        eventually(lambda: asked(port) is not None and asked(health_port) is not None)
         yield Target(port, health_port, log, process)
         process.terminate()
         assert process.wait(20) == 0
@@ -91,20 +101,6 @@ def started(folder: Path, num_files: int = 0, max_sockets: int = 0, silent_s: fl
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     yield from started(tmp_path_factory.mktemp("attacked"))
-
-
-def asked(port: int) -> float | None:
-    """Seconds until health was told; None: it was not."""
-    start = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
-        connection.request("GET", "/healthz")
-        healthy = connection.getresponse().status == 200
-    except OSError:
-        return None
-    finally:
-        connection.close()
-    return time.monotonic() - start if healthy else None
 
 
 class Robots:
@@ -141,56 +137,104 @@ class Robots:
             self.failures.append(f"{type(error).__name__}: {error}")
 
 
-def probed(port: int, until: float) -> list[float]:
-    latencies = []
-    while time.monotonic() < until:
-        latency = asked(port)
-        assert latency is not None, "health was not told"
-        latencies.append(latency)
-        time.sleep(0.01)
-    return latencies
+class Helper:
+    """A program of this folder in a process of its own: begins at `go`, and `said` what it has to say at its end."""
+
+    def __init__(self, program: str, *arguments: object) -> None:
+        command = [sys.executable, str(TESTS / program), *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Helper:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            self._process.kill()
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def said(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
 
 
 def p99(latencies: list[float]) -> float:
     return statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
 
 
+def compared(latencies: list[float], idle: list[float]) -> str:
+    return f"{1e3 * p99(latencies):.1f} ms, {p99(latencies) / p99(idle):.1f} of idle"
+
+
+@dataclass
+class Measured:
+    """Seconds until health was told, on the server's port and on its own; and what the attacker said."""
+
+    main: list[float]
+    own: list[float]
+    sent: str = ""
+
+
+def measured(target: Target, seconds: float, *attack: object) -> Measured:
+    with contextlib.ExitStack() as stack:
+        probes = [
+            stack.enter_context(Helper("health_probe.py", port, seconds)) for port in (target.port, target.health_port)
+        ]
+        helpers = [*probes]
+        if attack:
+            helpers.append(stack.enter_context(Helper("attackers.py", *attack, target.port, seconds)))
+        for helper in reversed(helpers):
+            helper.go()
+        main, own = (json.loads(probe.said()) for probe in probes)
+        assert None not in main + own, "health was not told"
+        return Measured(main, own, helpers[-1].said().strip() if attack else "")
+
+
 @pytest.fixture(scope="module")
-def idle_p99(target: Target) -> float:
+def idle(target: Target) -> Measured:
     with Robots(target.port):
-        return p99(probed(target.port, time.monotonic() + 1.0))
+        return measured(target, 1.0)
+
+
+@pytest.fixture(scope="module")
+def own_port() -> list[float]:
+    """Of all attacks."""
+    return []
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_robots_tick_and_health_answers_while_somebody_attacks(target: Target, idle_p99: float, name: str) -> None:
+def test_robots_tick_and_health_answers_while_somebody_attacks(
+    target: Target, idle: Measured, own_port: list[float], name: str
+) -> None:
     logged, started_at = target.log.stat().st_size, time.monotonic()
-    command = [sys.executable, str(TESTS / "attackers.py"), name, str(target.port), str(SECONDS)]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker,
-        Robots(target.port) as robots,
-    ):
-        assert attacker.stdin is not None
-        assert attacker.stdout is not None
-        assert attacker.stdout.readline() == "ready\n"
-        attacker.stdin.write("go\n")
-        attacker.stdin.flush()
-        latencies = probed(target.port, time.monotonic() + SECONDS)
-        own = probed(target.health_port, time.monotonic() + 0.1)
-        sent = attacker.stdout.readline().strip()
+    with Robots(target.port) as robots:
+        health = measured(target, SECONDS, name)
+    own_port += health.own
     written = target.log.stat().st_size - logged
-    robots_p99 = p99(robots.latencies)
     print(
-        f"{name}: health p99 {1e3 * p99(latencies):.1f} ms, {p99(latencies) / idle_p99:.1f} of idle, max "
-        f"{1e3 * max(latencies):.0f}; own port {1e3 * max(own):.1f}; robots p99 {1e3 * robots_p99:.0f} ms of "
-        f"{len(robots.latencies)}; sent {sent} bytes, logged {written}, "
+        f"{name}: health p99 {compared(health.main, idle.main)}; own port {compared(health.own, idle.own)}; robots p99 "
+        f"{1e3 * p99(robots.latencies):.0f} ms of {len(robots.latencies)}; sent {health.sent} bytes, logged {written}, "
         f"{target.resident_bytes >> 20} MiB, {time.monotonic() - started_at:.1f} s"
     )
+    allowed = max(ALLOWED_S, OF_IDLE * p99(idle.main))
     assert robots.failures == []
     assert len(robots.latencies) > 2, "robots stood still"
-    assert max(latencies) < ALLOWED_S
-    assert max(own) < ALLOWED_S
-    assert max(robots.latencies) < 2 * ALLOWED_S
+    assert max(health.main) < allowed
+    assert max(robots.latencies) < 2 * allowed
     assert written < MAX_LOG_BYTES
+
+
+def test_the_health_port_answered_at_once_meanwhile(idle: Measured, own_port: list[float]) -> None:
+    """Over all attacks: in each alone it is asked too seldom to leave a moment of the machine's own out."""
+    if not own_port:
+        pytest.skip("nobody attacked")
+    print(f"own port: p99 {compared(own_port, idle.own)}, asked {len(own_port)} times")
+    assert p99(own_port) < OWN_PORT_S
 
 
 def test_nobody_forged_a_line_meanwhile(target: Target) -> None:

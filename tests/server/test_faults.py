@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from server_fakes import (
     WRIST,
     FakePolicy,
     ask,
+    eventually,
     http_get,
     infer_message,
     openpi_observation,
@@ -27,6 +29,7 @@ from server_fakes import (
 )
 from websockets.exceptions import ConnectionClosed
 
+from worldkv.server.protocols import LimitedWebSocket
 from worldkv.server.server import PolicyServer
 from worldkv.wire import CloseCode, pack
 
@@ -203,3 +206,24 @@ def test_the_stock_openpi_client_can_bring_the_key(guarded: PolicyServer) -> Non
     client = module.WebsocketClientPolicy("127.0.0.1", guarded.port, api_key=KEY)
     assert told(client.infer(openpi_observation())["actions"])[0] == 1
     client._ws.close()
+
+
+def test_a_reply_to_a_socket_that_the_web_server_has_closed_is_no_fault_of_the_server_s(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As it does where pings go unanswered. It was counted, and logged with a traceback, as `internal`."""
+    send, is_closed = LimitedWebSocket.send, threading.Event()
+
+    async def closed_before(self: LimitedWebSocket, message: Any) -> None:
+        self.close_sent = self.close_sent or is_closed.is_set()
+        await send(self, message)
+
+    monkeypatch.setattr(LimitedWebSocket, "send", closed_before)
+    caplog.set_level(logging.WARNING)
+    with serving(FakePolicy()) as server, raw_client(server.port) as ws:
+        is_closed.set()
+        ws.send(pack(infer_message()))
+        abandoned = 'worldkv_requests_total{dialect="roboarena",outcome="abandoned"} 1.0'
+        eventually(lambda: abandoned in http_get(server.port, "/metrics")[1])
+        assert 'code="internal"' not in http_get(server.port, "/metrics")[1]
+    assert [record.getMessage() for record in caplog.records if "told to" in record.getMessage()] == []

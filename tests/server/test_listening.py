@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 import ssl
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_fakes import FakePolicy, eventually, roboarena_observation, serving, told
+from server_fakes import FakePolicy, eventually, roboarena_observation, told
 
 from worldkv.client import PolicyClient
 from worldkv.errors import ConnectionLost
@@ -156,22 +155,6 @@ def get(port: int | None, path: str, **headers: str) -> tuple[int, str]:
         return answer.status, answer.read().decode()
     finally:
         connection.close()
-
-
-def test_health_answers_on_a_port_of_its_own_from_warm_up_to_the_end() -> None:
-    policy = FakePolicy(warm=False)
-    with serving(policy, until_ready=False, health_port=0) as server:
-        port = server.health_port
-        eventually(lambda: reached("127.0.0.1", port or 0))
-        assert get(port, "/healthz") == (503, '{"status": "unready", "reason": "warming up"}')
-        policy.may_warm_up.set()
-        eventually(lambda: get(port, "/healthz")[0] == 200)
-        policy.sick = "it coughs"
-        assert json.loads(get(port, "/healthz")[1])["reason"] == "it coughs"
-        assert "worldkv_sessions 0.0" in get(port, "/metrics")[1]
-        assert get(port, "/metrics", Host="evil.example")[0] == 401
-        assert get(port, "/v1/sessions")[0] == 404
-    assert not reached("127.0.0.1", port or 0)
 
 
 def test_a_taken_health_port_is_told() -> None:

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from io import BytesIO
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from worldkv.cli.main import main
 from worldkv.client import PolicyClient
 from worldkv.robots.recorder import Recorder
 from worldkv.robots.recording import Recording
+from worldkv.server.console import stream
+from worldkv.server.console.history import Latest
+from worldkv.server.console.stream import jpeg_of
 from worldkv.server.server import PolicyServer
 from worldkv.show.video import read_video
 
@@ -73,18 +77,50 @@ def test_a_running_session_is_filmed(
     eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
 
 
+def next_picture(answer: HTTPResponse) -> bytes:
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += answer.read(1)
+    found = re.search(rb"content-length: (\d+)", head)
+    assert found is not None
+    return answer.read(int(found[1]))
+
+
 def test_a_stream_holds_a_picture_a_tick(server: PolicyServer, robot: None) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/sessions/arm/stream", timeout=20) as answer:
         assert answer.headers["content-type"] == "multipart/x-mixed-replace; boundary=frame"
         for _ in range(3):
-            head = b""
-            while not head.endswith(b"\r\n\r\n"):
-                head += answer.read(1)
-            found = re.search(rb"content-length: (\d+)", head)
-            assert found is not None
-            with av.open(BytesIO(answer.read(int(found[1]))), format="mjpeg") as container:
+            with av.open(BytesIO(next_picture(answer)), format="mjpeg") as container:
                 (frame,) = container.decode(video=0)
             assert (frame.height, frame.width) == (180, 3 * 320)
+    eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
+
+
+def test_many_viewers_see_what_was_drawn_once(
+    server: PolicyServer, robot: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[bytes] = []
+
+    def counted(latest: Latest) -> bytes:
+        drawn.append(jpeg_of(latest))
+        return drawn[-1]
+
+    monkeypatch.setattr(stream, "jpeg_of", counted)
+    url, seen = f"http://127.0.0.1:{server.port}/v1/sessions/arm/stream", list[list[bytes]]()
+
+    def watch() -> None:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            seen.append([next_picture(answer) for _ in range(6)])
+
+    viewers = [threading.Thread(target=watch) for _ in range(8)]
+    for viewer in viewers:
+        viewer.start()
+    for viewer in viewers:
+        viewer.join()
+    assert len(seen) == 8
+    assert {picture for pictures in seen for picture in pictures} <= set(drawn)
+    assert len(drawn) == len(set(drawn)), "a tick was drawn again"
+    assert len(drawn) < sum(map(len, seen)) / 2, "nobody shared anything"
     eventually(lambda: server._service.sessions.get("arm").history.num_viewers == 0)
 
 

@@ -113,7 +113,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="a page, such as https://robots.example.org, that may use a server without a key; repeatable (none)",
     )
-    text = "/healthz and /metrics there as well, from their own thread (none)"
+    text = "/healthz and /metrics there as well, from their own process, while it loads too (none)"
     group.add_argument("--health-port", type=whole(0, 65535), metavar="N", help=text)
     default = ServerConfig.max_sockets_per_address
     text = f"sockets that may be open from one address ({default})"
@@ -149,6 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
     memory.use_few_heaps()
     with ExitStack() as ends:
         listening, tracer = check_before_loading(arguments, config, ends)
+        health = None
+        if config.health_port is not None:
+            from worldkv.server.health import HealthServer
+
+            health = ends.enter_context(HealthServer(config.host, config.health_port))
         app = load_app_for(arguments, max_sessions=arguments.max_sessions)
         ends.callback(app.engine.shutdown)
         ends.callback(app.close)
@@ -157,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from worldkv.server.server import PolicyServer
 
-        server = PolicyServer(app, config, listening)
+        server = PolicyServer(app, config, listening, health)
         if tracer is not None:
             server.trace_with(tracer)
         print(f"worldkv {__version__}")

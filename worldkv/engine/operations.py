@@ -210,6 +210,7 @@ class Operations:
             del self._closed[next(iter(self._closed))]
         del core.names[message.session.session_id]
         self._end_ticks(session, f"was closed: {message.reason}")
+        core.residency.refuse(session, self._gone(message.session))
         logger.info("session %s closed: %s", message.session.session_id, message.reason)
 
         def give_back() -> None:
@@ -335,8 +336,6 @@ class Operations:
 
         def granted() -> None:
             try:
-                if session.closed_for is not None:
-                    raise self._gone(session.handle)
                 self._core.touch(session)
                 then()
             except Exception as error:

@@ -130,15 +130,22 @@ class Residency:
         session.num_blocks_charged = 0
 
     def drop(self, session: Session) -> None:
-        """Forget the claims on this session, without an answer: their tick has ended."""
-        self.claims = [claim for claim in self.claims if claim.session is not session]
+        """Forget the claim of this session's tick, without an answer: it has ended."""
+        self.claims = [claim for claim in self.claims if claim.session is not session or not claim.is_tick]
+
+    def refuse(self, session: Session, error: Exception) -> None:
+        """All claims on this session."""
+        for claim in [claim for claim in self.claims if claim.session is session]:
+            self.claims.remove(claim)
+            claim.refused(error)
 
     def _needed(self, claim: Claim) -> int | None:
-        """Blocks to charge for it now; None: not yet, since its session is being copied."""
+        """Blocks to charge for it now; None: not yet, since its session is being copied, or ticks."""
         session = claim.session
         if session is None:
             return claim.num_blocks
-        if session.transfer is not None:
+        ticks = session.tick is not None and session.tick.program is not None
+        if session.transfer is not None or ticks:
             return None
         return 0 if session.num_blocks_charged else self._admission.blocks_per_session
 
@@ -214,9 +221,7 @@ class Residency:
     def _not_back(self, session: Session, error: Exception) -> None:
         """Leave it parked, and refuse the claims on it."""
         self.refund(session)
-        for claim in [claim for claim in self.claims if claim.session is session]:
-            self.claims.remove(claim)
-            claim.refused(error)
+        self.refuse(session, error)
 
     def _begin(self, session: Session, transfer: Transfer, copy: Callable[[], None]) -> None:
         session.transfer = transfer

@@ -1,4 +1,4 @@
 """The policy server: websockets for robots, health and metrics over HTTP, all on one port.
 
-config -> metrics, sessions -> connection -> app -> policy_server: each knows only what stands left of it.
+config -> metrics -> sessions -> service -> http, rest, robots -> app -> server: each knows only what stands left of it.
 """

@@ -30,7 +30,7 @@ class ServerConfig:
     no others; with one, any will do where none is given here.
     `allowed_origins`: pages, such as https://robots.example.org, that may use a server without a key beside its own.
     `tls_cert`, `tls_key`: PEM files; with them the server speaks https:// and wss:// only.
-    `health_port`: `/healthz` and `/metrics` there as well, in plain HTTP, from a thread of their own; None: not.
+    `health_port`: `/healthz` and `/metrics` there as well, in plain HTTP, from a process of their own; None: not.
     `max_message_bytes`: a longer request is refused with close code 4013.
     `session_grace_s`: how long a session lives that all its sockets have left, by closing or for another id.
     `session_idle_s`: how long any session lives without a request, and a snapshot that nobody asks for.

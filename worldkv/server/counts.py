@@ -1,9 +1,10 @@
-"""How much one key has open at once, and how often something may happen. Know nothing of what they count."""
+"""How much one key has open at once, how often something may happen, how much at a time. Know not what they count."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 
 from worldkv.errors import AdmissionRefused
 
@@ -60,6 +61,29 @@ class Bucket:
     def give(self, tokens: float) -> None:
         self._left = min(self._left + tokens, self._size)
 
-    @property
-    def is_full(self) -> bool:
-        return self._left + (time.monotonic() - self._at) * self._per_second >= self._size
+
+class Turns:
+    """Lets one begin in each turn of the event loop, however many come: others have their turn in between."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_taken = False
+
+    async def begin(self) -> None:
+        """Wait for a turn, in the order of coming."""
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            turn = loop.create_future()
+            self._waiting.append(turn)
+            await turn
+        else:
+            self._is_taken = True
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        while self._waiting and self._waiting[0].done():  # whose client has gone
+            self._waiting.popleft()
+        self._is_taken = bool(self._waiting)
+        if self._is_taken:
+            self._waiting.popleft().set_result(None)
+            asyncio.get_running_loop().call_soon(self._next)

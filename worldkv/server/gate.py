@@ -44,26 +44,22 @@ class Gate:
         self._silent_s = silent_s
         self._tls = tls
         self._num_of: Counter[str] = Counter()
-        self._num_open = 0
+        self.num_open = 0
         self._strangers: dict[object, _Accepted] = {}  # by both ends, the oldest first
         self._words = Bucket(10, 0.2)  # for the log
         self._spare: int | None = None  # a file that is given up to refuse somebody when there are no more
 
-    @property
-    def num_open(self) -> int:
-        return self._num_open
-
     def enter(self, newcomer: _Accepted, address: Address) -> str | None:
         """Count a newcomer. The reason where there is no room for it."""
         origin = origin_of(address)
-        if self._num_open >= self.max_sockets and not self._hang_up_on_a_stranger():
-            return f"{self._num_open} sockets are open, the most that this server serves (--max-sockets)"
+        if self.num_open >= self.max_sockets and not self._hang_up_on_a_stranger():
+            return f"{self.num_open} sockets are open, the most that this server serves (--max-sockets)"
         if self._num_of[origin] >= self._per_address and not self._hang_up_on_a_stranger(origin):
             return (
                 f"{self._per_address} sockets are open from {origin}, the most that one address may have "
                 "(--max-sockets-per-address)"
             )
-        self._num_open += 1
+        self.num_open += 1
         self._num_of[origin] += 1
         newcomer.counted_as = origin
         newcomer.ends = (newcomer.getsockname(), address)
@@ -89,7 +85,7 @@ class Gate:
         if origin is None:
             return
         self._strangers.pop(accepted.ends, None)
-        self._num_open -= 1
+        self.num_open -= 1
         self._num_of[origin] -= 1
         if not self._num_of[origin]:
             del self._num_of[origin]

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from worldkv.errors import AdmissionRefused, BadRequest, MessageTooLarge, Unauthorised, WorldKVError
+from worldkv.server.counts import Turns
 from worldkv.wire import public_error
 
 if TYPE_CHECKING:
@@ -122,11 +123,13 @@ class Door:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
+        self._turns = Turns()  # robots and /healthz do not take one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == HEALTH_PATH:
             await self._app(scope, receive, send)
             return
+        await self._turns.begin()
         request = Request(scope)
         try:
             if scope["path"].startswith(_KEYED):

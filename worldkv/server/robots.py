@@ -114,7 +114,7 @@ class Connection:
     async def _converse(self) -> None:
         await self._websocket.accept()
         self._authorise()
-        await self._websocket.send_bytes(self._service.greeting)
+        await self._send(self._service.greeting)
         while (message := await self._next_message()) is not None:
             await self._serve(message)
         await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
@@ -151,14 +151,20 @@ class Connection:
         request = await self._read(message)
         self._label = request.dialect.value
         work = self._infer(request) if isinstance(request, InferRequest) else self._reset(request)
-        reply = await self._attend(work)
-        if isinstance(reply, str):
-            await self._websocket.send_text(reply)
-        else:
-            await self._websocket.send_bytes(reply)
+        await self._send(await self._attend(work))
         self._serving = False
         self._previous_total_ms = (time.perf_counter() - start) * 1e3
         self._count("ok")
+
+    async def _send(self, message: bytes | str) -> None:
+        """Raises WebSocketDisconnect where the socket is no more, also if it was the web server that closed it."""
+        try:
+            if isinstance(message, str):
+                await self._websocket.send_text(message)
+            else:
+                await self._websocket.send_bytes(message)
+        except RuntimeError as closed:  # after a flood, a broken frame, or pings without an answer
+            raise WebSocketDisconnect(1006) from closed
 
     async def _read(self, message: bytes | str) -> InferRequest | ResetRequest:
         read = partial(read_request, message, max_bytes=self._service.config.max_message_bytes)
@@ -237,11 +243,12 @@ class Connection:
         self._service.metrics.errors.labels(code).inc()
         if self._serving:
             self._count("error")
-        level = logging.ERROR if close is CloseCode.INTERNAL else logging.WARNING
+        is_ours = code == WorldKVError.code or (self._serving and close is CloseCode.INTERNAL)  # not a client's silence
+        level = logging.ERROR if is_ours else logging.WARNING
         fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
         logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            await self._websocket.send_text(error_text(error, error_id))
+        with contextlib.suppress(WebSocketDisconnect):
+            await self._send(error_text(error, error_id))
         await self._close(close, f"{code} [error {error_id}]")
 
     def _count(self, outcome: str) -> None:

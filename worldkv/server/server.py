@@ -64,10 +64,14 @@ class PolicyServer:
     """
 
     def __init__(
-        self, app: AnyApp, config: ServerConfig | None = None, listening: Sequence[socket.socket] = ()
+        self,
+        app: AnyApp,
+        config: ServerConfig | None = None,
+        listening: Sequence[socket.socket] = (),
+        health: HealthServer | None = None,
     ) -> None:
-        """`listening`: of `take_port`, where the port was taken before there was an app. Raises ValueError for a
-        certificate that nobody would trust, OSError if the health port is taken."""
+        """`listening`, of `take_port`, and `health`: where the ports were taken before there was an app. Raises
+        ValueError for a certificate that nobody would trust, OSError if the health port is taken."""
         self.config = config or ServerConfig()
         api = create_app(app, self.config)
         self._service: Service = api.state.service
@@ -76,9 +80,9 @@ class PolicyServer:
         uses_tls = config.tls_cert is not None
         self._gate = Gate(config.max_sockets, config.max_sockets_per_address, config.silent_s, tls=uses_tls)
         self._sockets = [GatedSocket.around(each, self._gate) for each in listening]
-        self._health = None
-        if config.health_port is not None:
-            self._health = HealthServer(self._service, config.host, config.health_port)
+        self._health = health
+        if health is None and config.health_port is not None:
+            self._health = HealthServer(config.host, config.health_port)
         self._uvicorn = _Uvicorn(_uvicorn_config(api, config, self._gate), self._service, self._health)
         self._thread: threading.Thread | None = None
 
@@ -114,7 +118,7 @@ class PolicyServer:
             for each in self._sockets:
                 stack.enter_context(each)
             if self._health is not None:
-                stack.callback(self._health.stop)
+                stack.enter_context(self._health)
             self._uvicorn.run(sockets=list(self._sockets))
         if self._service.warm_up_error is not None:
             raise self._service.warm_up_error
@@ -158,7 +162,7 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._health is not None:
-            self._health.start()
+            self._health.tell_of(self._service)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._service.warm_up_error is not None

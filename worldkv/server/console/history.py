@@ -33,7 +33,7 @@ class Event:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Latest:
     """The newest tick whole."""
 

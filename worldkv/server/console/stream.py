@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from worldkv.errors import BadRequest
-from worldkv.server.sessions import Entry
 
 if TYPE_CHECKING:
     from worldkv.server.console.history import Latest
     from worldkv.server.service import Service
+    from worldkv.server.sessions import Entry
 
 BOUNDARY = "frame"
 _POLL_S = 0.1
-_drawn: WeakKeyDictionary[Entry, tuple[Latest, asyncio.Future[bytes]]] = WeakKeyDictionary()  # the last of each session
+_drawn: WeakKeyDictionary[Latest, asyncio.Future[bytes]] = WeakKeyDictionary()  # as long as somebody shows it
 
 
 def require_encoder() -> None:
@@ -41,19 +41,19 @@ async def parts(service: Service, entry: Entry) -> AsyncIterator[bytes]:
                 await asyncio.sleep(_POLL_S)
                 continue
             shown = latest.row.number
-            picture = await _picture(service, entry, latest)
+            picture = await _picture(service, latest)
             head = f"--{BOUNDARY}\r\ncontent-type: image/jpeg\r\ncontent-length: {len(picture)}\r\n\r\n"
             yield head.encode() + picture + b"\r\n"
     finally:
         entry.history.left()
 
 
-async def _picture(service: Service, entry: Entry, latest: Latest) -> bytes:
+async def _picture(service: Service, latest: Latest) -> bytes:
     """Drawn once a tick, however many watch."""
-    drawn = _drawn.get(entry)
-    if drawn is None or drawn[0] is not latest:
-        drawn = _drawn[entry] = (latest, asyncio.ensure_future(service.for_people(jpeg_of, latest)))
-    return await asyncio.shield(drawn[1])
+    drawn = _drawn.get(latest)
+    if drawn is None:
+        drawn = _drawn[latest] = asyncio.ensure_future(service.for_people(jpeg_of, latest))
+    return await asyncio.shield(drawn)
 
 
 def jpeg_of(latest: Latest) -> bytes:
