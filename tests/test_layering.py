@@ -75,7 +75,8 @@ TORCH_FREE = [
     for path in SOURCES
     if path.parent.name in ("kv", "engine")
     or path.relative_to(PACKAGE).as_posix() in ("errors.py", "wire.py", "client.py", "broker.py")  # thin: see client/
-    if path.relative_to(PACKAGE).as_posix() not in ("kv/storage.py", "engine/pacing.py")  # pacing: only on a GPU
+    if path.relative_to(PACKAGE).as_posix()
+    not in ("kv/storage.py", "kv/host.py", "engine/pacing.py")  # pacing: only on a GPU
 ]
 
 

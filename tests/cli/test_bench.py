@@ -34,6 +34,17 @@ def test_it_measures_each_part_and_leaves_results_and_plots(tmp_path: Path, caps
     assert (tmp_path / "bench.svg").exists()
 
 
+def test_parking_is_measured_beside_another_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--device", "cpu", "--parts", "parking", "--block-size", "16", "--output", str(tmp_path)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    measured = json.loads(out.splitlines()[-1])["parking"]
+    assert measured["moves"] >= 2
+    assert measured["parked_gib"] >= 0
+    assert len(measured["alone_ms"]) == len(measured["beside_ms"]) == 4
+    assert "ticks of another session, by fill, ms: alone" in out
+
+
 def test_the_work_of_a_window_is_counted_by_hand() -> None:
     config = dreamzero_5b()
     dit, rows = config.dit, 0.0

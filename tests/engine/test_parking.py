@@ -160,3 +160,42 @@ def test_a_session_that_is_resumed_is_not_parked_again_at_once() -> None:
     eventually(lambda: engine.describe(session).parked)
     assert time.monotonic() - resumed > 0.9
     engine.shutdown()
+
+
+def test_host_memory_is_pinned_ahead_once_the_pool_is_full_and_again_after_each_park() -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    storage, pinned = engine.core.cache.storage, []
+    storage.pin_ahead = pinned.append  # type: ignore[method-assign]
+    one = engine.open_session()
+    engine.submit(one, make_inputs(engine, 0, 1)).result()
+    assert pinned == [], "there is room for another"
+    engine.open_session()
+    eventually(lambda: pinned == [engine.core.admission.blocks_per_session])
+    engine.park(one)
+    assert len(pinned) == 1, "there is room again"
+    engine.submit(one, make_inputs(engine, 1)).result()
+    eventually(lambda: len(pinned) == 2)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("why", ["no host memory is allowed", "nobody is parked for another"])
+def test_nothing_is_pinned_ahead_that_is_never_used(why: str) -> None:
+    never = {"max_parked_bytes": 0} if why.startswith("no host") else {"park_when_full": False}
+    engine = make_engine("ti2v", block_size=16, max_sessions=1, **never)
+    pinned: list[int] = []
+    engine.core.cache.storage.pin_ahead = pinned.append  # type: ignore[method-assign]
+    engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
+    assert pinned == []
+    engine.shutdown()
+
+
+def test_a_machine_that_pins_nothing_serves_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=1)
+
+    def fails(num_blocks: int) -> None:
+        raise RuntimeError("out of locked memory")
+
+    engine.core.cache.storage.pin_ahead = fails  # type: ignore[method-assign]
+    engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
+    eventually(lambda: "no host memory could be pinned ahead for parking: out of locked memory" in caplog.text)
+    engine.shutdown()

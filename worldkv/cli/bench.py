@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from worldkv.bench.watching import Bench
 
-PARTS = ("attention", "ticks", "sessions", "paced", "steady", "profile", "memory", "baseline", "fp8")
-AT_ONCE = tuple(part for part in PARTS if part != "paced")  # that takes minutes for each number of robots
+PARTS = ("attention", "ticks", "sessions", "paced", "parking", "steady", "profile", "memory", "baseline", "fp8")
+OWN_ENGINE = ("paced", "parking")  # each makes an engine of its own, and paced takes a minute for each number of robots
+AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
 
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
@@ -39,7 +40,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"({TINY})")
     add_device(parser)
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=AT_ONCE, metavar="PART", help=f"of {PARTS} (all but paced)"
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=AT_ONCE,
+        metavar="PART",
+        help=f"of {PARTS} (all but paced and parking)",
     )
     parser.add_argument("--sessions", type=whole(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
     paced = parser.add_argument_group("robots at their own pace (--parts paced)")
@@ -94,7 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             results["attention"] = _attention(arguments, device, dtype)
         if "paced" in arguments.parts:
             results["paced"] = _paced(arguments, device, dtype)
-        if set(arguments.parts) - {"attention", "paced"}:
+        if "parking" in arguments.parts:
+            results["parking"] = _parking(arguments, device, dtype)
+        if set(arguments.parts) - {"attention", *OWN_ENGINE}:
             _measure_engine(arguments, device, dtype, results)
     return _leave(arguments.output, results)
 
@@ -118,6 +126,27 @@ def _paced(arguments: argparse.Namespace, device: torch.device, dtype: torch.dty
         return measure_engine(arguments.model, config, device, dtype, num_robots, _pace(arguments))
 
     return _by_robots(arguments, measure)
+
+
+def _parking(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Figures:
+    """In a pool that two sessions fill."""
+    from worldkv.bench.models import build_engine
+    from worldkv.bench.parking import measure_parking
+
+    config = EngineConfig(block_size=arguments.block_size, max_sessions=2, attention=arguments.attention)
+    bench = build_engine(arguments.model, config, device, dtype)
+    try:
+        bench.engine.warm_up()
+        measured = measure_parking(bench)
+    finally:
+        bench.engine.shutdown()
+    print(
+        f"parking {measured['parked_gib']} GiB: {measured['park_s']} s there (the first time "
+        f"{measured['first_park_s']}), {measured['return_s']} s back, {measured['moves']} moves\n"
+        f"  ticks of another session, by fill, ms: alone {measured['alone_ms']}, beside it {measured['beside_ms']} "
+        f"({measured['worst_ratio']} of alone at most), while host memory is pinned {measured['pinning_ms']}"
+    )
+    return measured
 
 
 def _paced_server(arguments: argparse.Namespace) -> int:

@@ -66,6 +66,7 @@ class Residency:
         self._touch = touch
         self._config = config
         self._transfers: set[Transfer] = set()
+        self._is_pinned_ahead = False
         self.claims: list[Claim] = []
 
     @property
@@ -85,6 +86,7 @@ class Residency:
         while self.claims != looked_at:  # a granted claim may stake another
             looked_at = list(self.claims)
             self._look_at_claims()
+        self._pin_ahead()
 
     def _look_at_claims(self) -> None:
         for claim in list(self.claims):
@@ -112,6 +114,7 @@ class Residency:
         def finish(error: Exception | None) -> None:
             if error is None:
                 session.parked = finish_park(self._cache, session.kv, job)
+                self._is_pinned_ahead = False
                 fields = {"event": "session_parked", "session": session.handle.session_id, "bytes": num_bytes}
                 logger.info("session %s parked: %d bytes", fields["session"], num_bytes, extra=fields)
                 self.refund(session)
@@ -243,9 +246,27 @@ class Residency:
         return any(s.tick is not None and s.num_blocks_charged for s in self._sessions)
 
     def _num_bytes(self, session: Session) -> int:
-        entries = {e.key: len(e.blocks) for b in session.kv.branches.values() for e in b.conditioning.values()}
-        blocks = session.kv.num_blocks + sum(entries.values())
-        return blocks * self._cache.bytes_per_block
+        """Host memory that its copy takes."""
+        host_bytes, branches = self._cache.storage.host_bytes, session.kv.branches.values()
+        entries = {e.key: len(e.blocks) for b in branches for e in b.conditioning.values()}
+        return sum(host_bytes(len(b.table.blocks)) for b in branches) + sum(map(host_bytes, entries.values()))
+
+    def _pin_ahead(self) -> None:
+        """Pin host memory for the next session to be parked, where one may be soon: no other one has room, or idle ones
+        are parked in any case."""
+        is_full = self._config.park_when_full and self._admission.num_free < self._admission.blocks_per_session
+        if self._is_pinned_ahead or not (is_full or self._config.park_after_s is not None):
+            return
+        self._is_pinned_ahead = True
+        storage, num_blocks = self._cache.storage, self._admission.blocks_per_session
+        if self.bytes_parked + storage.host_bytes(num_blocks) > self._config.parked_bytes_limit:
+            return
+
+        def told(error: Exception | None) -> None:
+            if error is not None:  # then it is pinned when it is needed
+                logger.warning("no host memory could be pinned ahead for parking: %s", error)
+
+        self._on_host(partial(storage.pin_ahead, num_blocks), told)
 
     def _host_is_full(self, num_bytes: int) -> str:
         return (

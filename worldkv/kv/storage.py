@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +17,9 @@ import torch.nn.functional as F
 
 from worldkv.device import upload
 from worldkv.kv.block_table import blocks_for
+from worldkv.kv.host import HostBlocks, HostPieces
 from worldkv.kv.pages import PageFormat
 from worldkv.kv.spec import KVSpec
-
-
-@dataclass(frozen=True)
-class HostBlocks:
-    """Copies of blocks in host memory: K and V [blocks, block_size, heads, head_dim] of every layer."""
-
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.layers[0][0].shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer)
-
 
 Mark = torch.cuda.Event | None  # a point in the device's queue; None on a device without one
 
@@ -57,6 +41,7 @@ class KVStorage:
         self.device, self.format = torch.device(device), PageFormat(dtype)
         self.bytes_per_block = self.format.bytes_per_block(spec, block_size)
         self.num_copied = 0  # blocks copied on write so far
+        self._host = HostPieces((block_size, spec.num_heads, spec.head_dim), dtype, pinned=self.device.type == "cuda")
         self._copies: torch.cuda.Stream | None = None  # for copies beside the engine's work
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -126,19 +111,30 @@ class KVStorage:
         k, v = self.slots(layer)
         return k[index], v[index]
 
+    def host_bytes(self, num_blocks: int) -> int:
+        """Host memory that a copy of so many blocks takes."""
+        return 2 * self.num_layers * self._host.bytes_for(num_blocks)
+
+    def pin_ahead(self, num_blocks: int) -> None:
+        """Pin the host memory for a copy of so many blocks, on any thread; nothing without a GPU."""
+        self._host.pin_ahead(2 * self.num_layers * num_blocks)
+
     def read_blocks(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copy blocks to the host; pinned and asynchronous on a GPU, so within `aside`."""
-        index = upload(list(blocks), self.device, torch.long)
-        return HostBlocks(
-            [(self._to_host(k[index]), self._to_host(v[index])) for k, v in zip(self.k, self.v, strict=True)]
-        )
+        """Copy blocks to the host, piece by piece; asynchronous on a GPU, so within `aside`."""
+        parts = torch.split(upload(list(blocks), self.device, torch.long), self._host.num_blocks)
+        layers = [
+            ([self._host.copy(k[part]) for part in parts], [self._host.copy(v[part]) for part in parts])
+            for k, v in zip(self.k, self.v, strict=True)
+        ]
+        return HostBlocks(layers, len(blocks), self.host_bytes(len(blocks)))
 
     def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
         """Copy blocks from the host into `blocks`, in order; asynchronous on a GPU, so within `aside`."""
-        index = upload(list(blocks), self.device, torch.long)
-        for layer, (k, v) in enumerate(host.layers):
-            self.k[layer][index] = k.to(self.device, non_blocking=True)
-            self.v[layer][index] = v.to(self.device, non_blocking=True)
+        parts = torch.split(upload(list(blocks), self.device, torch.long), self._host.num_blocks)
+        for layer, of_layer in enumerate(host.layers):
+            for pool, pieces in zip((self.k[layer], self.v[layer]), of_layer, strict=True):
+                for part, piece in zip(parts, pieces, strict=True):
+                    pool.index_copy_(0, part, piece[: len(part)].to(self.device, non_blocking=True))
 
     def mark(self) -> Mark:
         """All that this thread has queued on the device by now."""
@@ -164,8 +160,3 @@ class KVStorage:
                 end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 end.record()
                 end.synchronize()
-
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.device.type != "cuda":
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

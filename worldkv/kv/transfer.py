@@ -19,8 +19,9 @@ from worldkv.kv.state import KVSnapshot
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
+    from worldkv.kv.host import HostBlocks
     from worldkv.kv.state import KVState
-    from worldkv.kv.storage import HostBlocks, Mark
+    from worldkv.kv.storage import Mark
 
 
 @dataclass(frozen=True)
