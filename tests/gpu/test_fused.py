@@ -13,15 +13,16 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import make_engine, make_inputs, random_checkpoint  # noqa: E402
 
 from worldkv.attention import cudnn  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
 from worldkv.kv.window import Window  # noqa: E402
 from worldkv.load import start_engine  # noqa: E402
+from worldkv.models.dreamzero.checkpoint import Checkpoint, load_encoders  # noqa: E402
 from worldkv.models.graphs import GraphedCall  # noqa: E402
-from worldkv.models.wan import kernels, kernels_triton  # noqa: E402
+from worldkv.models.wan import fused_vae, kernels, kernels_triton  # noqa: E402
 from worldkv.models.wan.fused import FusedBlocks  # noqa: E402
 from worldkv.models.wan.graphs import GraphedBlocks  # noqa: E402
 
@@ -201,3 +202,38 @@ def test_a_call_of_any_size_gives_what_the_function_gives() -> None:
     assert call.num_captured == 3
     other = torch.randn(2, 3, 8, device="cuda")
     assert torch.allclose(call(other), torch.tanh(other @ weight), atol=1e-5), "another shape runs as usual"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("channels", [3, 96, 160, 640])
+@pytest.mark.parametrize("tail_frames", [0, 1, 2])
+def test_norm_activate_pad(dtype: Any, norms: bool, channels: int, tail_frames: int) -> None:
+    torch.manual_seed(0)
+    x, tail = random(2, channels, 3, 5, 7, dtype=dtype), random(2, channels, tail_frames, 5, 7, dtype=dtype)
+    gamma = random(channels, dtype=dtype) if norms else None
+
+    def run(device: str) -> Any:
+        own, before, weight = (None if t is None else t.to(device) for t in (x, tail if tail_frames else None, gamma))
+        own = own.contiguous(memory_format=torch.channels_last_3d)
+        return fused_vae.norm_activate_pad(own, before, weight, (2, 1, 1))
+
+    ours, expected = run("cuda"), run("cpu")
+    assert ours.shape == expected.shape
+    assert ours.is_contiguous(memory_format=torch.channels_last_3d)
+    assert relative_error(ours, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["ti2v", "i2v"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_fused_vae_is_the_plain_one(kind: str, dtype: Any) -> None:
+    plain, fast = (
+        load_encoders(Checkpoint.open(random_checkpoint(kind)), device="cuda", dtype=dtype).vae for _ in range(2)
+    )
+    fast.accelerate()
+    torch.manual_seed(0)
+    video = (torch.rand(2, 3, 9, 64, 96, device="cuda") * 2 - 1).to(dtype)
+    with torch.no_grad():
+        latents = plain.encode(video)
+        assert relative_error(fast.encode(video), latents) < 5 * TOLERANCE[dtype]
+        assert relative_error(fast.decode(latents), plain.decode(latents)) < 5 * TOLERANCE[dtype]

@@ -36,6 +36,7 @@ def build_engine(
     if model in RELEASED:
         made = random_model(RELEASED[model](), device=device, dtype=dtype, progress=progress)
         accelerate(made.dit, precision)
+        made.encoders.vae.accelerate()
     else:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks

@@ -60,10 +60,10 @@ def made_so_far(bench: Bench) -> dict[str, int]:
     if bench.executor.device.type != "cuda":
         return {}
     from worldkv.attention import cudnn
-    from worldkv.models.wan import kernels_triton
+    from worldkv.models.wan import kernels_triton, vae_triton
 
     return {
-        "kernels": kernels_triton.num_compiled(),
+        "kernels": kernels_triton.num_compiled() + vae_triton.num_compiled(),
         "graphs": getattr(bench.model.dit.run_blocks, "num_captured", 0),
         "encoder_graphs": sum(each.num_captured for each in bench.model.encoding.graphed.values()),
         "attention_plans": cudnn.num_graphs(),

@@ -140,4 +140,5 @@ def load(
         steps=steps,
     )
     accelerate(dit, precision)
+    model.encoders.vae.accelerate()
     return model
