@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from worldkv.kv import host  # noqa: E402
 from worldkv.kv.host import HostPieces  # noqa: E402
 from worldkv.kv.spec import KVSpec  # noqa: E402
 from worldkv.kv.storage import KVStorage  # noqa: E402
@@ -26,7 +25,7 @@ class Pageable(HostPieces):
         self.num_blocks = num_blocks
         self.num_made = 0
 
-    def _piece(self) -> torch.Tensor:
+    def _new_piece(self) -> torch.Tensor:
         self.num_made += 1
         return torch.full((self.num_blocks, *self._block_shape), torch.nan, dtype=self._dtype)
 
@@ -61,16 +60,36 @@ def test_pieces_of_released_sizes_waste_little_of_what_is_pinned(heads: int, mos
     assert pieces.bytes_for(pieces.num_blocks + 1) == 2 * pieces.bytes_for(1)
 
 
-def test_pinning_ahead_holds_all_pieces_at_once_so_that_each_is_made() -> None:
-    alive: list[int] = []
+def test_what_was_pinned_is_used_again_by_whoever_parks_next() -> None:
+    storage = KVStorage(KVSpec(2, 2, 4, Window(8, 4), ("a",)), 40, 4)
+    storage._host = pieces = Pageable((4, 2, 4), torch.float32, num_blocks=3)
+    storage.pin_ahead(7)  # of two layers, K and V
+    assert pieces.num_made == -(-7 * 4 // 3)
+    first = storage.read_blocks(range(6))
+    assert pieces.num_made == 10, "taken from what was pinned ahead"
+    second = storage.read_blocks(range(6))
+    assert pieces.num_made == 16
+    del first, second
+    again = [storage.read_blocks(range(6)), storage.read_blocks(range(3))]
+    assert pieces.num_made == 16
+    assert len({piece.data_ptr() for host in again for layer in host.layers for p in layer for piece in p}) == 12
 
-    class Counted(Pageable):
-        def _piece(self) -> torch.Tensor:
-            alive.append(0)
-            return super()._piece()
 
-    pieces = Counted((4, 2, 4), torch.float32, num_blocks=3)
-    pieces.pin_ahead(10)
-    assert len(alive) == 4
-    HostPieces((4, 2, 4), torch.float32, pinned=False).pin_ahead(10**9)  # nothing is made where nothing is pinned
-    assert host._rounded_up(5) == 8
+def test_a_copy_takes_pieces_while_others_are_being_pinned() -> None:
+    pieces = Pageable((4, 2, 4), torch.float32, num_blocks=1)
+    taken: list[torch.Tensor] = []
+    new_piece = pieces._new_piece
+
+    def parked_meanwhile() -> torch.Tensor:
+        if len(pieces._free) > 0 and len(taken) < 5:
+            taken.append(pieces.copy(torch.zeros(1, 4, 2, 4)))
+        return new_piece()
+
+    pieces._new_piece = parked_meanwhile  # type: ignore[method-assign]
+    pieces.pin_ahead(4)
+    assert len(pieces._free) == 4
+    assert pieces.num_made == 4 + len(taken), "none is pinned twice"
+
+
+def test_nothing_is_made_where_nothing_is_pinned() -> None:
+    HostPieces((4, 2, 4), torch.float32, pinned=False).pin_ahead(10**9)

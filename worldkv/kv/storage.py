@@ -126,7 +126,7 @@ class KVStorage:
             ([self._host.copy(k[part]) for part in parts], [self._host.copy(v[part]) for part in parts])
             for k, v in zip(self.k, self.v, strict=True)
         ]
-        return HostBlocks(layers, len(blocks), self.host_bytes(len(blocks)))
+        return self._host.kept(layers, len(blocks))
 
     def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
         """Copy blocks from the host into `blocks`, in order; asynchronous on a GPU, so within `aside`."""

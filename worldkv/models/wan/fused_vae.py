@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,37 +18,63 @@ from torch import nn
 Sides = tuple[int, int, int]  # zeros before the first frame, above and below, left and right
 
 
-def fuse_vae(module: Any) -> None:
+class _Coder(Protocol):
+    """What diffusers' encoder and decoder have in common."""
+
+    conv_in: nn.Conv3d
+    norm_out: nn.Module
+    nonlinearity: nn.Module
+    conv_out: nn.Conv3d
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+class _ResidualBlock(Protocol):
+    norm1: nn.Module
+    conv1: nn.Conv3d
+    norm2: nn.Module
+    conv2: nn.Conv3d
+    nonlinearity: nn.Module
+
+
+def fuse_vae(module: nn.Module) -> None:
     """Have diffusers' AutoencoderKLWan run faster on a GPU; on a CPU it is right, and no faster."""
-    for part in (module.encoder, module.decoder):
-        for each in part.modules():
+    for name in ("encoder", "decoder"):
+        coder = cast("_Coder", module.get_submodule(name))
+        for each in coder.modules():
             if isinstance(each, nn.Conv3d | nn.Conv2d):
                 last = torch.channels_last_3d if isinstance(each, nn.Conv3d) else torch.channels_last
                 each.weight.data = each.weight.data.contiguous(memory_format=last)
-        _fuse(part.conv_in, None)
-        for norm, convolution in _pairs(part):
+        _fuse(coder.conv_in, None)
+        for norm, convolution in _pairs(coder):
             _fuse(convolution, norm)
 
 
-def _pairs(part: Any) -> Iterator[tuple[nn.Module, Any]]:
+def _pairs(coder: _Coder) -> Iterator[tuple[nn.Module, nn.Conv3d]]:
     """The norms whose output is activated and then only convolved, each with its convolution."""
-    for block in part.modules():
-        if type(block).__name__ == "WanResidualBlock":
+    for each in coder.modules():
+        if type(each).__name__ == "WanResidualBlock":
+            block = cast("_ResidualBlock", each)
             yield block.norm1, block.conv1
             yield block.norm2, block.conv2
             block.norm1 = block.norm2 = block.nonlinearity = nn.Identity()
-    yield part.norm_out, part.conv_out
-    part.norm_out = part.nonlinearity = nn.Identity()
+    yield coder.norm_out, coder.conv_out
+    coder.norm_out = coder.nonlinearity = nn.Identity()
 
 
-def _fuse(convolution: Any, norm: Any) -> None:
+def _fuse(convolution: nn.Conv3d, norm: nn.Module | None) -> None:
     frames, height, width = convolution.kernel_size
-    gamma = None if norm is None else norm.gamma.detach().flatten()
-    convolution.forward = partial(_convolve, convolution, gamma, (frames - 1, height // 2, width // 2))
+    gamma = None if norm is None else norm.get_parameter("gamma").detach().flatten()
+    sides = (frames - 1, height // 2, width // 2)
+    convolution.forward = partial(_convolve, convolution, gamma, sides)  # type: ignore[method-assign]
 
 
 def _convolve(
-    convolution: Any, gamma: torch.Tensor | None, sides: Sides, x: torch.Tensor, cache_x: torch.Tensor | None = None
+    convolution: nn.Conv3d,
+    gamma: torch.Tensor | None,
+    sides: Sides,
+    x: torch.Tensor,
+    cache_x: torch.Tensor | None = None,
 ) -> torch.Tensor:
     padded = norm_activate_pad(x, cache_x, gamma, sides)
     return F.conv3d(padded, convolution.weight, convolution.bias, convolution.stride)
