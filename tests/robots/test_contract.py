@@ -58,3 +58,19 @@ def test_a_client_that_executes_less_than_a_chunk_is_told_what_that_does() -> No
     assert told[2] == ()
     with pytest.raises(BadRequest, match="executed_steps: expected how many actions"):
         warnings_of(tick(0, 1) | {"executed_steps": "some"})
+
+
+def test_each_field_that_nothing_reads_is_told_once_whenever_it_first_comes() -> None:
+    told = warnings_of(
+        tick(0, 1) | {"tactile": 1}, tick(1) | {"tactile": 2, "gaze": 3}, tick(2) | {"tactile": 4, "gaze": 5}
+    )
+    assert ["; ".join(texts).partition(";")[0] for texts in told] == [
+        "nothing reads the field tactile",
+        "nothing reads the field gaze",
+        "",
+    ]
+
+
+def test_a_client_that_makes_up_new_fields_for_ever_is_not_told_for_ever() -> None:
+    told = warnings_of(*(tick(n, 1) | {f"step {n} {i}": 0 for i in range(30)} for n in range(5)))
+    assert [any("nothing reads the fields" in text for text in texts) for texts in told] == [True] * 3 + [False] * 2

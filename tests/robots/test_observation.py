@@ -11,7 +11,7 @@ import pytest
 
 from worldkv.errors import BadRequest
 from worldkv.robots.dataset import read_embodiment
-from worldkv.robots.observation import MAX_PROMPT_CHARACTERS, Observation, read_observation
+from worldkv.robots.observation import MAX_PROMPT_CHARACTERS, Observation, read_observation, unread_warning
 
 WRIST = "observation__wrist_image_left"
 SECOND = "observation__exterior_image_1_left"
@@ -176,11 +176,11 @@ def test_fields_that_nothing_reads_are_one_warning_that_names_them() -> None:
     others = ["observation/exterior_image_2_left", "observation/wrist_image_right", "observation/joint_velocity"]
     raw = {**fakes.observation(), "observation/cartesian_position": np.zeros(6), "prompts": "a", "line\nbreak": 1}
     read = read_observation({**raw, **dict.fromkeys(others, 0)}, fakes.embodiment())
-    (warning,) = read.warnings.values()
+    warning = unread_warning(read.unread, fakes.embodiment())
     names = f"prompts, 'line\\nbreak', {', '.join(others)}"
     assert warning.startswith(f"nothing reads the fields {names}; this robot's are executed_steps, observation/ext")
     many = {**fakes.observation(), **{f"x{n}": n for n in range(1000)}, "y" * 10**6: 0}
-    (warning,) = read_observation(many, fakes.embodiment()).warnings.values()
+    warning = unread_warning(read_observation(many, fakes.embodiment()).unread, fakes.embodiment())
     assert "x7 and 993 more" in warning
     assert len(warning) < 1000
 

@@ -92,7 +92,8 @@ def test_the_memory_of_a_key_has_a_size() -> None:
         ends.add("", f"id {number}", End("it was deleted", 1.0))
     assert len(ends.names("")) == 10
     for number in range(990):
-        assert ends.take("", f"id {number}") is not None, "a silent start"
+        assert ends.find("", f"id {number}") is not None, "a silent start"
+        ends.settle("", f"id {number}")
     assert len(ends._of("").told) == 10
 
 

@@ -196,7 +196,7 @@ class Operations:
             core.touch(session)
             core.answer(answer)
 
-        session.when_settled(forget)
+        core.residency.after_claims(session, forget)
 
     def _close(self, message: m.Close, answer: Future[object]) -> None:
         core = self._core
@@ -210,7 +210,7 @@ class Operations:
             del self._closed[next(iter(self._closed))]
         del core.names[message.session.session_id]
         self._end_ticks(session, f"was closed: {message.reason}")
-        core.residency.refuse(session, self._gone(message.session))
+        core.residency.refuse_all(session, self._gone(message.session))
         logger.info("session %s closed: %s", message.session.session_id, message.reason)
 
         def give_back() -> None:

@@ -44,6 +44,15 @@ class Claim:
     is_tick: bool = False
     keep: Collection[Session] = ()
     since: float = field(default_factory=time.perf_counter)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)  # called once it was granted or refused
+
+    def refuse(self, error: Exception) -> None:
+        self.refused(error)
+        self.end()
+
+    def end(self) -> None:
+        for change in self.afterwards:
+            change()
 
 
 class Residency:
@@ -103,6 +112,7 @@ class Residency:
                 continue
             self.claims.remove(claim)
             claim.granted()
+            claim.end()
 
     def park(self, session: Session, done: Done = lambda _: None) -> None:
         """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
@@ -132,15 +142,23 @@ class Residency:
         self._admission.refund(session.num_blocks_charged)
         session.num_blocks_charged = 0
 
+    def after_claims(self, session: Session, change: Callable[[], None]) -> None:
+        """Call `change` once those who have a claim on this session have had it, and no copy of it is under way."""
+        claims = [claim for claim in self.claims if claim.session is session]
+        if claims:
+            claims[-1].afterwards.append(partial(session.when_settled, change))
+        else:
+            session.when_settled(change)
+
     def drop(self, session: Session) -> None:
         """Forget the claim of this session's tick, without an answer: it has ended."""
         self.claims = [claim for claim in self.claims if claim.session is not session or not claim.is_tick]
 
-    def refuse(self, session: Session, error: Exception) -> None:
-        """All claims on this session."""
+    def refuse_all(self, session: Session, error: Exception) -> None:
+        """Turn away all who have a claim on this session."""
         for claim in [claim for claim in self.claims if claim.session is session]:
             self.claims.remove(claim)
-            claim.refused(error)
+            claim.refuse(error)
 
     def _needed(self, claim: Claim) -> int | None:
         """Blocks to charge for it now; None: not yet, since its session is being copied, or ticks."""
@@ -166,7 +184,7 @@ class Residency:
         if claim.is_tick and (self._transfers or (self._config.park_when_full and self._somebody_runs())):
             return False
         self.claims.remove(claim)
-        claim.refused(self._admission.refusal(needed, claim.what, self._kept_from(claim), trouble))
+        claim.refuse(self._admission.refusal(needed, claim.what, self._kept_from(claim), trouble))
         return False
 
     def _kept_from(self, claim: Claim) -> int:
@@ -224,7 +242,7 @@ class Residency:
     def _not_back(self, session: Session, error: Exception) -> None:
         """Leave it parked, and refuse the claims on it."""
         self.refund(session)
-        self.refuse(session, error)
+        self.refuse_all(session, error)
 
     def _begin(self, session: Session, transfer: Transfer, copy: Callable[[], None]) -> None:
         session.transfer = transfer

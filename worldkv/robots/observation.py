@@ -31,7 +31,8 @@ class Observation:
     """One valid observation.
 
     `frames`: by camera name, uint8 [num_frames, H, W, 3]; None for a camera that was not sent. `state`: by
-    key, float64 [dim]. `warnings`: subject -> text; the same trouble has the same subject.
+    key, float64 [dim]. `warnings`: subject -> text; the same trouble has the same subject. `unread`: the
+    names, as a message shows them, of fields that nothing reads.
     """
 
     frames: Mapping[str, np.ndarray | None]
@@ -40,12 +41,13 @@ class Observation:
     prompt: str
     warnings: Mapping[str, str]
     executed_steps: int | None = None  # since the last tick, where the client says so
+    unread: tuple[str, ...] = ()
 
 
 def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> Observation:
     """The observation, with at most the newest frames that one tick takes. Raises BadRequest."""
     warnings: dict[str, str] = {}
-    _check_names(observation, embodiment, warnings)
+    unread = _unread(observation, embodiment)
     stacks: dict[Camera, np.ndarray] = {}
     for camera in embodiment.cameras:
         if observation.get(camera.field) is None and camera.optional:
@@ -63,24 +65,34 @@ def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> 
         for quantity in embodiment.state
     }
     prompt = _read_prompt(_require(observation, "prompt", "a text"))
-    return Observation(frames, num_frames, state, prompt, warnings, _read_steps(observation.get("executed_steps")))
+    steps = _read_steps(observation.get("executed_steps"))
+    return Observation(frames, num_frames, state, prompt, warnings, steps, unread)
 
 
-def _check_names(observation: Mapping[str, object], embodiment: Embodiment, warnings: dict[str, str]) -> None:
-    """Fields that nothing reads: misspelt ones raise BadRequest, others are a warning."""
-    known = {camera.field for camera in embodiment.cameras} | {quantity.field for quantity in embodiment.state}
-    known |= {"prompt", "executed_steps"}
+def unread_warning(fields: Sequence[str], embodiment: Embodiment) -> str:
+    """What is said of fields that nothing reads."""
+    which = f"the field {_listed(fields)}" if len(fields) == 1 else f"the fields {_listed(fields)}"
+    known = sorted(_known_fields(embodiment))
+    return f"nothing reads {which}; this robot's are {_listed(known, len(known))}"
+
+
+def _known_fields(embodiment: Embodiment) -> set[str]:
+    fields = {camera.field for camera in embodiment.cameras} | {quantity.field for quantity in embodiment.state}
+    return fields | {"prompt", "executed_steps"}
+
+
+def _unread(observation: Mapping[str, object], embodiment: Embodiment) -> tuple[str, ...]:
+    """Fields that nothing reads, as they are shown. Raises BadRequest for a misspelt one."""
+    known = _known_fields(embodiment)
     unread = [field for field in observation if field not in known and field not in _IGNORED]
     absent = {field for field in known if observation.get(field) is None}  # what is there is not what was meant
     require_no_near_miss(unread, sorted(absent | CONTROL_FIELDS))
-    if unread:
-        which = f"the field {_listed(unread)}" if len(unread) == 1 else f"the fields {_listed(unread)}"
-        warnings["fields unread"] = f"nothing reads {which}; this robot's are {_listed(sorted(known), len(known))}"
+    return tuple(map(shown_name, unread))
 
 
 def _listed(fields: Sequence[object], most: int = _MAX_NAMED) -> str:
     more = f" and {len(fields) - most} more" if len(fields) > most else ""
-    return ", ".join(map(shown_name, fields[:most])) + more
+    return ", ".join(str(field) for field in fields[:most]) + more
 
 
 def _require(observation: Mapping[str, Any], field: str, expected: str) -> Any:
@@ -88,7 +100,7 @@ def _require(observation: Mapping[str, Any], field: str, expected: str) -> Any:
     if value is None:
         if field in observation:
             raise BadRequest(f"{field}: expected {expected}, got None")
-        got = _listed(sorted(observation, key=str)) or "none"
+        got = _listed(list(map(shown_name, sorted(observation, key=str)))) or "none"
         raise BadRequest(f"{field}: missing; got the fields {got}")
     return value
 

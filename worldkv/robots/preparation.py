@@ -16,7 +16,7 @@ from worldkv.errors import BadRequest, WorldKVError
 from worldkv.models.wan.tokenizer import Tokenizer
 from worldkv.models.world_action import TickInputs
 from worldkv.robots.embodiment import Embodiment
-from worldkv.robots.observation import Observation, read_observation
+from worldkv.robots.observation import Observation, read_observation, unread_warning
 from worldkv.robots.tiling import tile_views
 from worldkv.robots.transforms import (
     absolute_actions,
@@ -25,6 +25,8 @@ from worldkv.robots.transforms import (
     prepare_view,
 )
 from worldkv.robots.warnings import contract_warnings
+
+_MAX_TOLD_UNREAD = 64  # fields of one session: of a client that makes up new names nothing more is said
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class Memory:
     """What a session remembers between ticks. Replaced whole when a tick has succeeded, never changed.
 
     `views`: per camera the newest frames, uint8 [1..frames_per_tick, h, w, 3]; none before the first tick.
-    `warned`: subjects of the warnings already given.
+    `warned`: subjects of the warnings already given. `told_unread`: fields of which was said that nothing reads them.
     """
 
     views: tuple[np.ndarray, ...] = ()
     prompt: Prompt | None = None
     warned: frozenset[str] = frozenset()
+    told_unread: frozenset[str] = frozenset()
     state: Mapping[str, np.ndarray] | None = None  # the newest, raw
 
 
@@ -90,6 +93,11 @@ class Preparation:
         observation = seen if isinstance(seen, Observation) else self.read(seen)
         views = self._extended_views(observation, memory.views)
         warnings = {**observation.warnings, **contract_warnings(observation, memory.views, views, self.embodiment)}
+        told, unread = memory.told_unread, [each for each in observation.unread if each not in memory.told_unread]
+        news = [text for subject, text in warnings.items() if subject not in memory.warned]
+        if unread and len(told) < _MAX_TOLD_UNREAD:
+            news.append(unread_warning(unread, self.embodiment))
+            told = told.union(unread[: _MAX_TOLD_UNREAD - len(told)])
         prompt = memory.prompt
         if prompt is None or prompt.text != observation.prompt:
             prompt = self._encode(observation.prompt)
@@ -102,8 +110,8 @@ class Preparation:
         return Prepared(
             inputs=inputs,
             state=observation.state,
-            warnings=tuple(text for subject, text in warnings.items() if subject not in memory.warned),
-            memory=Memory(views, prompt, memory.warned | warnings.keys(), observation.state),
+            warnings=tuple(news),
+            memory=Memory(views, prompt, memory.warned | warnings.keys(), told, observation.state),
             observation=observation,
         )
 

@@ -129,12 +129,6 @@ class Ends:
         """What its client is still to be told."""
         return self._of(owner).find(session_id)
 
-    def take(self, owner: str, session_id: str) -> End | None:
-        """The same, which is told now."""
-        end = self.find(owner, session_id)
-        self.settle(owner, session_id)
-        return end
-
     def settle(self, owner: str, session_id: str) -> None:
         """Its client knows, or has lost nothing."""
         self._of(owner).settle(session_id)

@@ -30,7 +30,8 @@ class Asked:
 @dataclass(eq=False)
 class Entry:
     """One open session. `connections`: all that have asked for it and are open; `left_by`: of which, those that have
-    asked for another session since. `orphaned_since`: when the last one left."""
+    asked for another session since. `orphaned_since`: when the last one left. `last_used`: when the last request ended,
+    an operator's included."""
 
     session_id: str
     session: AnySession
@@ -82,4 +83,6 @@ class Entry:
     def ends_at(self, grace_s: float, idle_s: float) -> float:
         """When it ends if nobody asks for it again."""
         idle_at = self.last_used + idle_s
-        return idle_at if self.orphaned_since is None else min(idle_at, self.orphaned_since + grace_s)
+        return (
+            idle_at if self.orphaned_since is None else min(idle_at, max(self.orphaned_since, self.last_used) + grace_s)
+        )

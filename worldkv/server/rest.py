@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -20,7 +21,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from worldkv.engine.admission import Capacity
-from worldkv.errors import BadRequest, RequestTimedOut
+from worldkv.errors import BadRequest, RequestTimedOut, SessionNotFound
 from worldkv.server.console.stream import BOUNDARY, parts, require_encoder
 from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
@@ -186,7 +187,11 @@ async def describe_app(_: Owner, service: Served) -> AppDescription:
 @router.get("/sessions")
 async def list_sessions(owner: Owner, service: Served) -> Sessions:
     """This key's open sessions, in the order in which they were opened."""
-    return Sessions(sessions=[_state(entry) for entry in service.sessions.of(owner)])
+    states = []
+    for entry in service.sessions.of(owner):
+        with suppress(SessionNotFound):  # the engine has ended it, and its client is still to be told
+            states.append(_state(entry))
+    return Sessions(sessions=states)
 
 
 @router.post("/sessions", status_code=201)
@@ -248,8 +253,8 @@ async def snapshot_session(entry: OfSession, service: ReadyService) -> SnapshotS
 async def restore_session(entry: OfSession, service: ReadyService, body: RestoreBody) -> SessionState:
     """Go back, or over, to a snapshot of this or another session. Waits for the tick in flight."""
     held = service.snapshots.get(body.snapshot_id, entry.owner)
+    entry.has_history = True  # from now on, for a reset that is asked for meanwhile
     await service.sessions.ask(entry, entry.session.begin_restore, held.snapshot)
-    entry.has_history = True
     entry.history.happened(f"went back to a snapshot of {held.session_id}")
     return _state(entry)
 

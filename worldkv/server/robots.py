@@ -51,6 +51,7 @@ from worldkv.wire import (
 if TYPE_CHECKING:
     from worldkv.app import Reply
 
+_MAX_TOLD = 8  # fields of a socket's resets
 _READ_AT_ONCE = 16 * 1024  # bytes; a longer message is unpacked off the event loop
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class Connection:
         self._owner = ""
         self._current_name = self._own_name  # of the last request's session, environments left aside
         self._current_id = self._own_name  # the last request's session, as the table knows it
-        self._told_of_reset = False
+        self._told_of_resets: set[str] = set()  # fields that nothing reads
         self._incoming: asyncio.Task[Any] | None = None  # the next message, asked for ahead of its turn
         self._work: asyncio.Task[bytes | str] | None = None
         self._label = "unknown"  # the dialect of the last request
@@ -190,9 +191,9 @@ class Connection:
     async def _infer(self, request: InferRequest) -> bytes:
         received = time.perf_counter()
         await self._service.until_ready()
-        if self._gone:  # while it waited
-            raise WebSocketDisconnect(1005)
         observation = await self._service.in_thread(self._service.app.read, request.observation)
+        if self._gone:  # meanwhile: nobody would hear of a session's end, which is told once
+            raise WebSocketDisconnect(1005)
         name = request.session_id or self._own_name
         self._current_id = owned(in_env(name, request.env_id), self._owner)
         self._current_name = name
@@ -225,9 +226,10 @@ class Connection:
 
     async def _reset(self, request: ResetRequest) -> str:
         sessions, name = self._service.sessions, request.session_id or self._current_name
-        if request.unread and not self._told_of_reset:
-            self._told_of_reset = True
-            which = ", ".join(shown_name(field) for field in request.unread[:8])
+        news = [field for field in map(shown_name, request.unread) if field not in self._told_of_resets][:_MAX_TOLD]
+        if news and len(self._told_of_resets) < _MAX_TOLD:
+            self._told_of_resets.update(news)
+            which = ", ".join(news)
             fields = {"event": "fields_unread", "session": self._current_id}  # no warning: many send all they have
             logger.info("session %s: a reset's fields that nothing reads: %s", self._current_id, which, extra=fields)
         if request.env_id is None:

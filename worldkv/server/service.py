@@ -186,8 +186,11 @@ class Service:
         period = min(max(shortest / 4, 0.02), _LONGEST_SWEEP_PERIOD_S)
         while True:
             await asyncio.sleep(period)
-            await self.sessions.sweep()
-            self.snapshots.release_unused()
+            try:
+                await self.sessions.sweep()
+                self.snapshots.release_unused()
+            except Exception:  # of one session's: the others are still to end
+                logger.exception("the sweep for unused sessions failed")
 
     async def _connections_end(self, limit_s: float) -> None:
         if self.connections:

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -66,12 +66,13 @@ class SessionTable:
         It cannot expire inside the `with`. Raises SessionNotFound, once, for an id whose session has ended;
         AdmissionRefused.
         """
-        entry = self._entries.get(session_id)
-        if entry is None:
-            self._refuse_silent_restart(session_id, owner, asked)
-            entry = await self._open(session_id, named=asked.named, owner=owner)
+        entry, before = self._entries.get(session_id), self._latest.get(connection)
+        if before is not None and before is not entry:  # also where this one is refused, which ends the connection
+            before.leave(connection, self._now(), for_good=False)
+        entry = entry or await self._open(session_id, owner, asked)
         reason = self._restart_reason(entry, asked)
-        self._turn_to(connection, entry)
+        self._latest[connection] = entry
+        entry.come(connection)
         entry.prompt = asked.prompt
         entry.uses += 1
         try:
@@ -95,9 +96,11 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is not None:
             entry.last_used = self._now()
-            if entry.orphaned_since is not None:
-                entry.orphaned_since = entry.last_used
-            await self._reset(entry)
+            try:
+                await self._reset(entry)
+            except SessionNotFound as error:  # the engine has ended it: its history is gone, as was asked for
+                await self.end(entry, EndReason.FAILED, str(error))
+                self.ends.settle(owner, session_id)
 
     async def reset_all_within(self, name: str, owner: str = "") -> None:
         """The same for the session that its client calls `name`, and those of its environments."""
@@ -105,33 +108,32 @@ class SessionTable:
         within = [session_id for session_id in known if is_within(disowned(session_id, owner), name)]
         await asyncio.gather(*(self.reset(session_id, owner) for session_id in within))
 
-    def _turn_to(self, connection: object, entry: Entry) -> None:
-        """`connection` asks for this session, and so leaves the one that it asked for before."""
-        before = self._latest.get(connection)
-        self._latest[connection] = entry
-        entry.come(connection)
-        if before is not None and before is not entry:
-            before.leave(connection, self._now(), for_good=False)
-
     async def detach(self, connection: object, owner: str = "") -> None:
         """`connection` is gone: its private sessions end, the named ones wait for another."""
         self._latest.pop(connection, None)
-        for entry in [entry for entry in self._entries.values() if connection in entry.connections]:
-            if not entry.named:
-                await self.end(entry, EndReason.CONNECTION_CLOSED, "its connection was closed")
-                continue
+        entries = [entry for entry in self._entries.values() if connection in entry.connections]
+        for entry in entries:
             entry.leave(connection, self._now(), for_good=True)
+        reason, text = EndReason.CONNECTION_CLOSED, "its connection was closed"
+        await self._end_all((each, reason, text) for each in entries if not each.named and not each.connections)
         self.ends.forget_connection(owner, connection)
 
     async def end(self, entry: Entry, reason: EndReason, text: str) -> None:
         """Close a session; `text` continues "the session has ended: ". Safe twice."""
-        if self._entries.get(entry.session_id) is not entry:
-            return
+        await self._end_all([(entry, reason, text)])
+
+    async def _end_all(self, ends: Iterable[tuple[Entry, EndReason, str]]) -> None:
+        """They leave the table at once, and close side by side."""
+        ended = [(each, self._take_out(each, reason, text)) for each, reason, text in ends if self.is_open(each)]
+        await asyncio.gather(*(self._close(entry, text) for entry, text in ended))
+
+    def _take_out(self, entry: Entry, reason: EndReason, text: str) -> str:
+        """Of the table, the end remembered. Returns what is said about it."""
         text = f"{text} ({reason.value})"
         if reason in (EndReason.CONNECTION_CLOSED, EndReason.MADE_ROOM):
             self.ends.settle(entry.owner, entry.session_id)
         else:
-            private_to = None if entry.named else next(iter(entry.connections), None)
+            private_to = next(iter(entry.connections)) if not entry.named and len(entry.connections) == 1 else None
             self.ends.add(entry.owner, entry.session_id, End(text, entry.last_used, private_to))
         del self._entries[entry.session_id]
         self._leaving[entry.session_id] = entry
@@ -140,30 +142,28 @@ class SessionTable:
         fields = {"event": "session_ended", "session": entry.session_id, "reason": reason.value}
         logger.info("session %s ended: %s", entry.session_id, text, extra=fields)
         self.ends.show(EndedSession(entry.public_id, entry.owner, text, time.time(), entry.history.num_ticks))
-        await self._close(entry, text)
+        return text
 
     async def end_all(self, reason: EndReason, text: str) -> None:
         """End every session and open no other one."""
         self._closed = True
-        for entry in list(self._entries.values()):
-            await self.end(entry, reason, text)
+        await self._end_all([(entry, reason, text) for entry in self._entries.values()])
 
     async def sweep(self) -> bool:
         """End the sessions that have been left alone for too long. Returns whether there were any."""
-        due = [entry for entry in self._entries.values() if self._is_due(entry)]
-        for entry in due:
-            if not self._is_due(entry):  # it came to use while another one was closed
-                continue
-            grace, idle = self._config.session_grace_s, self._config.session_idle_s
-            if self._now() >= entry.last_used + idle:
-                await self.end(entry, EndReason.IDLE, f"it had no request for {idle:g} s")
-            elif entry.connections:
-                text = f"its connection went on to other sessions and did not come back within {grace:g} s"
-                await self.end(entry, EndReason.GRACE_OVER, text)
-            else:
-                text = f"its connection was lost and nobody resumed it within {grace:g} s"
-                await self.end(entry, EndReason.GRACE_OVER, text)
+        due = [(entry, *self._why_due(entry)) for entry in self._entries.values() if self._is_due(entry)]
+        await self._end_all(due)
         return bool(due)
+
+    def _why_due(self, entry: Entry) -> tuple[EndReason, str]:
+        grace, idle = self._config.session_grace_s, self._config.session_idle_s
+        if self._now() >= entry.last_used + idle:
+            return EndReason.IDLE, f"it had no request for {idle:g} s"
+        if entry.connections:
+            text = f"its connection went on to other sessions and did not come back within {grace:g} s"
+        else:
+            text = f"its connection was lost and nobody resumed it within {grace:g} s"
+        return EndReason.GRACE_OVER, text
 
     def _is_due(self, entry: Entry) -> bool:
         return not entry.uses and self._now() >= self._ends_at(entry)
@@ -172,11 +172,12 @@ class SessionTable:
         return entry.ends_at(self._config.session_grace_s, self._config.session_idle_s)
 
     def _refuse_silent_restart(self, session_id: str, owner: str, asked: Asked) -> None:
-        end = self.ends.take(owner, session_id)
+        end = self.ends.find(owner, session_id)
         gap = self._config.episode_gap_s
         if asked.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
             return
         if end is not None:
+            self.ends.settle(owner, session_id)  # its client is being told right now
             raise SessionNotFound(
                 f"session {session_id} has ended: {end.text}; the next request for it starts a new history"
             )
@@ -201,10 +202,7 @@ class SessionTable:
 
     async def open(self, session_id: str, owner: str, source: AnySession | SnapshotHandle | None = None) -> Entry:
         """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
-        if session_id in self._entries:
-            raise BadRequest(_taken(session_id))
-        self.ends.settle(owner, session_id)
-        return await self._open(session_id, named=True, owner=owner, source=source, taken_is_wrong=True)
+        return await self._open(session_id, owner, None, source)
 
     def is_open(self, entry: Entry) -> bool:
         return self._entries.get(entry.session_id) is entry
@@ -252,36 +250,35 @@ class SessionTable:
             entry.last_used = self._now()
 
     async def _open(
-        self,
-        session_id: str,
-        *,
-        named: bool,
-        owner: str,
-        source: AnySession | SnapshotHandle | None = None,
-        taken_is_wrong: bool = False,
+        self, session_id: str, owner: str, asked: Asked | None, source: AnySession | SnapshotHandle | None = None
     ) -> Entry:
+        """For a request, which goes on with a session that another one has opened meanwhile; or for an operator, who
+        does not (`asked` None)."""
         async with self._opening.setdefault(session_id, asyncio.Lock()):
             entry = self._entries.get(session_id)
-            if entry is not None:  # another one was first
-                if taken_is_wrong:
-                    raise BadRequest(_taken(session_id))
+            if entry is not None and asked is None:
+                raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+            if entry is not None:
                 return entry
+            if asked is not None:
+                self._refuse_silent_restart(session_id, owner, asked)
             if session_id in self._leaving:
                 await self._close(self._leaving[session_id], "another session takes its id")
-            if self._has_too_many(owner):
-                await self.sweep()
-            if self._has_too_many(owner):
-                limit = self._config.max_sessions
-                text = f"{limit} sessions are open, the most that one client may have; close one"
-                raise self._refusal(text, self.of(owner))
+            while self._has_too_many(owner):
+                if not await self._make_room(self.of(owner)):
+                    text = (
+                        f"{self._config.max_sessions} sessions are open, the most that one client may have; close one"
+                    )
+                    raise self._refusal(text, self.of(owner))
             self._num_opening[owner] += 1
             try:
                 session = await self._admitted(session_id, source)
             finally:
                 self._num_opening[owner] -= 1
-            entry = Entry(session_id, session, named, last_used=self._now(), owner=owner)
-            entry.has_history, entry.reserved = source is not None, taken_is_wrong
+            entry = Entry(session_id, session, asked is None or asked.named, last_used=self._now(), owner=owner)
+            entry.has_history, entry.reserved = source is not None, asked is None
             self._entries[session_id] = entry
+            self.ends.settle(owner, session_id)
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id, extra={"event": "session_opened", "session": session_id})
             if self._closed:  # meanwhile
@@ -293,19 +290,14 @@ class SessionTable:
         return len(self.of(owner)) + self._num_opening[owner] >= self._config.max_sessions
 
     async def _admitted(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
-        """A new session of the app's. Sessions that hold a place but no history give it up first."""
-        if self._closed:
-            raise EngineStopped(_SHUTDOWN_TEXT)
-        try:
-            return await self._made(session_id, source)
-        except AdmissionRefused as refused:
-            ended, made_room = await self.sweep(), await self._make_room()
-            if not ended and not made_room:
-                raise self._full(refused) from refused
-        try:
-            return await self._made(session_id, source)
-        except AdmissionRefused as refused:
-            raise self._full(refused) from refused
+        """A new session of the app's."""
+        while not self._closed:
+            try:
+                return await self._made(session_id, source)
+            except AdmissionRefused as refused:
+                if not await self._make_room(self._entries.values()):
+                    raise self._full(refused) from refused
+        raise EngineStopped(_SHUTDOWN_TEXT)
 
     async def _made(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
         if source is None:
@@ -313,16 +305,16 @@ class SessionTable:
         handle = await self._patiently(self._app.begin_fork(source, session_id))
         return self._app.forked(handle, source)
 
-    async def _make_room(self) -> bool:
-        """Close the sessions that hold a place but no history: opening them again is the same."""
-        made_room = False
-        for entry in list(self._entries.values()):
-            if (
-                not entry.has_history and not entry.uses and not entry.reserved
-            ):  # now: it may have come to use while another one was closed
-                made_room = True
-                await self.end(entry, EndReason.MADE_ROOM, "it had no history and made room for another one")
-        return made_room
+    async def _make_room(self, entries: Iterable[Entry]) -> bool:
+        """End those whose time is over, or else the one of `entries` that holds a place but no history, for longest:
+        opening it again is the same. Returns whether there were any."""
+        if await self.sweep():
+            return True
+        empty = [entry for entry in entries if not (entry.has_history or entry.uses or entry.reserved)]
+        if empty:
+            oldest = min(empty, key=lambda entry: (not entry.is_left, entry.last_used))
+            await self.end(oldest, EndReason.MADE_ROOM, "it had no history and made room for another one")
+        return bool(empty)
 
     def _full(self, refused: AdmissionRefused) -> AdmissionRefused:
         """The engine's refusal, with the time when it will have room. A parked session's end makes none."""
@@ -356,10 +348,6 @@ class SessionTable:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _taken(session_id: str) -> str:
-    return f"session_id: {session_id!r} is open already; close it or choose another"
 
 
 def _differ(old: object, new: object) -> bool:

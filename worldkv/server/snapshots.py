@@ -5,11 +5,11 @@ A snapshot outlives its session. Lives on the event loop; what may wait runs on 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from worldkv.errors import AdmissionRefused, SnapshotNotFound
@@ -28,7 +28,7 @@ class HeldSnapshot:
     owner: str
     session_id: str  # of the session it was taken of, as its client calls it
     snapshot: SnapshotHandle
-    last_used: float = field(default_factory=time.monotonic)
+    last_used: float  # on the event loop's clock
 
 
 class SnapshotTable:
@@ -47,7 +47,7 @@ class SnapshotTable:
             self.release_unused()
         held = self.of(owner)
         if len(held) >= self._limit:
-            wait_s = min(one.last_used for one in held) + self._unused_s - time.monotonic()
+            wait_s = min(one.last_used for one in held) + self._unused_s - _now()
             text = f"{self._limit} snapshots are held, the most that one client may have; release one"
             raise AdmissionRefused(text, retry_after_ms=max(0, math.ceil(1e3 * wait_s)))
 
@@ -58,7 +58,7 @@ class SnapshotTable:
         except AdmissionRefused:
             self._app.release(snapshot)
             raise
-        held = HeldSnapshot(uuid.uuid4().hex, owner, session_id, snapshot)
+        held = HeldSnapshot(uuid.uuid4().hex, owner, session_id, snapshot, _now())
         self._held[held.snapshot_id] = held
         self._metrics.snapshots.set(len(self._held))
         return held
@@ -68,7 +68,7 @@ class SnapshotTable:
         held = self._held.get(snapshot_id)
         if held is None or held.owner != owner:
             raise SnapshotNotFound(f"snapshot {snapshot_id} is not known here; it was released or never taken")
-        held.last_used = time.monotonic()
+        held.last_used = _now()
         return held
 
     def of(self, owner: str) -> list[HeldSnapshot]:
@@ -83,10 +83,14 @@ class SnapshotTable:
             logger.info("snapshot %s of session %s released: %s", held.snapshot_id, held.session_id, why)
 
     def release_unused(self) -> None:
-        since = time.monotonic() - self._unused_s
+        since = _now() - self._unused_s
         for held in [held for held in self._held.values() if held.last_used <= since]:
             self.release(held, f"not used for {self._unused_s:g} s")
 
     def release_all(self, why: str) -> None:
         for held in list(self._held.values()):
             self.release(held, why)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
