@@ -301,7 +301,11 @@ class DreamZero:
         video_solver, action_solver = SolverState(), SolverState()
         video_velocity, action_velocity = torch.zeros_like(video), torch.zeros_like(actions)
         for index in range(config.num_inference_steps):
-            if chooser.runs(index):
+            question = chooser.question()
+            similarity = None
+            if question is not None:  # a host thread waits for it, and the others' batches go on
+                similarity = float((yield OnHost(HostCopy(question).numpy, "denoise")))
+            if chooser.runs(index, similarity):
                 row = DreamZeroRow(
                     video,
                     condition,

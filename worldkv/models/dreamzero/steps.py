@@ -26,8 +26,17 @@ class StepChooser:
         self._num_to_skip = 0
         self._must_run = False
 
-    def runs(self, index: int) -> bool:
-        """Whether the network runs at step `index`; asked once per step, in order."""
+    def question(self) -> torch.Tensor | None:
+        """The similarity [] of the last two velocities, where the next `runs` depends on it. It is on the device: who
+        reads it waits."""
+        if self._steps != "dynamic" or self._num_to_skip or self._must_run or len(self._last_two) < 2:
+            return None
+        older, newer = self._last_two
+        return F.cosine_similarity(older, newer, dim=0)
+
+    def runs(self, index: int, similarity: float | None = None) -> bool:
+        """Whether the network runs at step `index`; asked once per step, in order. `similarity`: the answer to
+        `question`."""
         if self._steps == "all":
             return True
         if self._steps != "dynamic":
@@ -36,11 +45,9 @@ class StepChooser:
             self._num_to_skip -= 1
             self._must_run = self._num_to_skip == 0
             return False
-        if len(self._last_two) < 2 or self._must_run:
+        if similarity is None:
             self._must_run = False
             return True
-        older, newer = self._last_two
-        similarity = float(F.cosine_similarity(older, newer, dim=0))  # reads the device: inherent to this rule
         burst = 4 if similarity > 0.95 else 2 if similarity > 0.93 else 0
         self._num_to_skip = max(burst - 1, 0)
         return burst == 0
