@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -13,11 +15,13 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
+import numpy as np
 import torch
+from engines import inside, make_engine, make_inputs
 from safetensors.torch import load_file, save_file
 
 from worldkv.cli.main import main
-from worldkv.models.dreamzero.verify import relative_error
+from worldkv.models.dreamzero.verify import GoldenObserver, GoldenRecording, relative_error
 
 Tensors = dict[str, torch.Tensor]
 
@@ -133,3 +137,23 @@ def test_what_is_not_finite_is_infinitely_wrong() -> None:
     ones = torch.ones(4)
     assert relative_error(torch.full((4,), torch.nan), ones) == float("inf")
     assert relative_error(ones * 1.5, ones) == pytest.approx(0.5)
+
+
+def test_under_a_sliding_window_history_is_what_is_visible() -> None:
+    observer = GoldenObserver(
+        cast("GoldenRecording", SimpleNamespace(prompt=lambda branch: (np.zeros(1), np.zeros(1))))
+    )
+    engine = make_engine("ti2v", block_size=16, window_policy="slide", observer=observer.observe)
+    session = engine.open_session()
+    observer.watch(engine.model, inside(engine, session).kv)
+    window = engine.model.spec.window
+    for tick in range(8):
+        observer.begin_call(tick)
+        observer.end_call(engine.submit(session, make_inputs(engine, tick, 1 if tick == 0 else 4)).result().result)
+    num_chunks = engine.describe(session).num_chunks
+    engine.shutdown()
+    assert num_chunks > window.max_chunks, "some have left"
+    _, start_frame, history = observer.ours["call7.reset_start_history"].tolist()
+    assert start_frame == num_chunks
+    assert history == window.max_chunks * window.chunk_size
+    assert observer.ours["call7.cache.conditional.layer0"].shape[2] == history
