@@ -47,7 +47,8 @@ class Health:
 
 
 class Engine(Generic[InputsT, StateT, ResultT]):
-    """Sessions of `model` over `cache`. Its thread starts at once; `shutdown` ends it.
+    """Sessions of `model` over `cache`. Its thread starts at once; `shutdown` ends it. On a GPU call `make_ready` (or
+    `warm_up`) before the first session: what is not made then is never made, and ticks are slower.
 
     `observer` is called on the engine's thread with (the session's K/V, a request, its result) after each request of a
     tick has run: for verifying and measuring. `executor`: where requests are computed; None is this process.

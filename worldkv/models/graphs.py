@@ -72,6 +72,7 @@ class GraphedCall:
             return
         own = [tensor.expand(size, *tensor.shape[1:]).clone() for tensor in tensors]
         self._function(*own)  # compiles and tunes, which no capture may do
+        torch.cuda.empty_cache()  # its memory is not the graphs' own, and is not needed again
         prepared = self._captured.setdefault(_item(tensors), [])
         prepared[:] = [each for each in prepared if each.size != size]
         graph, output = capture(lambda: self._function(*own))

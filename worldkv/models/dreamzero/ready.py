@@ -45,6 +45,7 @@ def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterat
             mixes.append([by_size[-2]] * branches + [by_size[-1]] * (num_rows - branches))
         for mix in mixes:
             yield partial(_capture_forward, model, blocks, cache, mix)
+    yield torch.cuda.empty_cache
 
 
 def sizes_up_to(most: int) -> list[int]:
