@@ -28,7 +28,7 @@ MODULES += [
     f"worldkv.{part}.{path.stem}"
     for part in ("kv", "engine")
     for path in sorted((ROOT / "worldkv" / part).glob("*.py"))
-    if path.stem != "__init__" and (part, path.stem) != ("kv", "storage")
+    if path.stem != "__init__" and (part, path.stem) not in (("kv", "storage"), ("kv", "host"))
 ]
 
 

@@ -21,7 +21,7 @@ from worldkv.kv.transfer import ParkJob  # noqa: E402
 def test_who_waits_for_a_copy_is_answered_though_its_session_is_reset_or_closed(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    engine = make_toy_engine(ToyModel("slide"), max_sessions=2)
+    engine = make_toy_engine(ToyModel("slide"), max_sessions=3)
     session = engine.open_session()
     engine.submit(session, ToyInputs(0.0)).result(10)
     with slow(monkeypatch, ParkJob) as begun:
