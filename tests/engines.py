@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from worldkv.engine.engine import Engine, EngineConfig, SessionHandle
+from worldkv.engine.messages import Inspect
 from worldkv.engine.session import Session
 from worldkv.load import load_engine
 from worldkv.models.dreamzero.random import write_random_checkpoint
@@ -73,6 +75,23 @@ def droid_observation(
 def inside(engine: Engine[Any, Any, Any], handle: SessionHandle) -> Session:
     """The core's own session. Look at it while the engine rests."""
     return engine.inspect(lambda core: core.sessions[handle])
+
+
+def pause(engine: Engine[Any, Any, Any]) -> threading.Event:
+    """Hold the engine's thread until the event is set; all that is asked for meanwhile is taken in one turn after it.
+
+    The thread holds when this returns: else it could take the first of two messages with this one, and the second a
+    turn later.
+    """
+    go_on, held = threading.Event(), threading.Event()
+
+    def hold(core: Any) -> None:
+        held.set()
+        go_on.wait(10)
+
+    engine.ask(Inspect(hold))
+    assert held.wait(10)
+    return go_on
 
 
 def rest(engine: Engine[Any, Any, Any]) -> None:

@@ -12,10 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import inside, make_engine, make_inputs, rest  # noqa: E402
+from engines import inside, make_engine, make_inputs, pause, rest  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.engine.messages import Inspect  # noqa: E402
 from worldkv.errors import (  # noqa: E402
     AdmissionRefused,
     BadRequest,
@@ -93,8 +92,7 @@ def test_sessions_at_different_fills_share_forwards(engine: Engine) -> None:
     for tick in range(2):
         engine.submit(old, make_inputs(engine, tick, frames_of(tick))).result()
     engine.submit(new, make_inputs(engine, 8, 1)).result()
-    go_on = threading.Event()
-    engine.ask(Inspect(lambda core: go_on.wait(10)))  # so that both begin at once
+    go_on = pause(engine)  # so that both begin at once
     futures = [engine.submit(old, make_inputs(engine, 2)), engine.submit(new, make_inputs(engine, 9))]
     go_on.set()
     for future in futures:
@@ -242,10 +240,10 @@ def test_after_a_reset_the_next_tick_is_a_first_tick(engine: Engine) -> None:
 
 
 def test_a_session_has_forgotten_as_soon_as_it_is_told_to(engine: Engine) -> None:
-    session, held = engine.open_session(), threading.Event()
+    session = engine.open_session()
     engine.submit(session, make_inputs(engine, 0, 1)).result()
     assert engine.describe(session).num_chunks == 1
-    engine.ask(Inspect(lambda core: held.wait(10)))  # the engine's thread is busy
+    held = pause(engine)
     forgotten = engine.reset(session)
     held.set()
     forgotten.result()

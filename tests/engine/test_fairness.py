@@ -12,12 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import inside, make_engine, make_inputs  # noqa: E402
+from engines import inside, make_engine, make_inputs, pause  # noqa: E402
 from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine import scheduler  # noqa: E402
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.engine.messages import Inspect  # noqa: E402
 from worldkv.models.base import Encode  # noqa: E402
 
 
@@ -58,13 +57,6 @@ def busy(engine: Engine, session: Any) -> tuple[threading.Event, Any]:
     future = engine.submit(session, inputs)
     assert inputs.held.wait(10)
     return hold, future
-
-
-def pause(engine: Engine) -> threading.Event:
-    """Let nothing begin before the event is set; then all that was submitted begins at once."""
-    go_on = threading.Event()
-    engine.ask(Inspect(lambda core: go_on.wait(10)))
-    return go_on
 
 
 def test_a_joiner_shares_the_very_next_forward_where_it_fits() -> None:

@@ -12,11 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engines import inside, rest  # noqa: E402
+from engines import inside, pause, rest  # noqa: E402
 from toy_model import CHUNK, Injected, ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.engine.messages import Inspect  # noqa: E402
 from worldkv.errors import AdmissionRefused, ModelError, SessionEnded, SnapshotNotFound  # noqa: E402
 from worldkv.kv.transfer import ParkJob, ResumeJob  # noqa: E402
 from worldkv.models.base import Encode, Forward, OnHost, Outcome, Row  # noqa: E402
@@ -72,8 +71,7 @@ def test_a_waiting_tick_counts_the_room_of_a_session_that_is_being_closed() -> N
     engine = make_toy_engine(ToyModel("slide"), max_sessions=1)
     first, second = engine.open_session(), engine.open_session()
     assert engine.describe(first).parked
-    go_on = threading.Event()
-    engine.ask(Inspect(lambda core: go_on.wait(10)))
+    go_on = pause(engine)
     waiting = engine.submit(first, ToyInputs(1.0))
     engine.close(second, "done")
     go_on.set()
@@ -169,11 +167,10 @@ def test_copies_and_messages_that_do_not_end_make_the_engine_unready(monkeypatch
         time.sleep(0.2)
         assert "one copy has run" in engine.health().reason
     thread.join(10)
-    rest_ = threading.Event()
-    engine.ask(Inspect(lambda core: rest_.wait(10)))
+    go_on = pause(engine)
     time.sleep(0.3)
     assert "one turn has run" in engine.health().reason
-    rest_.set()
+    go_on.set()
     time.sleep(0.1)
     assert engine.health().ready
     balanced(engine)
