@@ -61,7 +61,11 @@ def play(cache: KVCache, state: KVState, tick: Played) -> int:
         steps = spec.restarts[0]
     for step in steps:
         for _ in range(1 if step.commits else 2):  # denoising steps
-            state.prepare(BRANCH, step.num_chunks * size, step.commits).activate(step.num_draft_tokens)
+            num_tokens = step.num_chunks * size
+            if step.rewrites:
+                state.prepare_rewrite(BRANCH, num_tokens).activate()
+            else:
+                state.prepare(BRANCH, num_tokens, step.commits).activate(step.num_draft_tokens)
             peak = max(peak, cache.pool.num_used)
         state.commit(BRANCH)
     state.abandon()
@@ -290,3 +294,37 @@ def test_conditioning_costs_whole_blocks_twice_for_what_a_tick_replaces_and_once
     assert (own.blocks_shared(128), shared.blocks_shared(128)) == (0, 4)
     session = branches * shared.blocks_per_branch(128) + shared.blocks_of_conditioning(128)
     assert shared.blocks_per_session(128) == session
+
+
+def rewriting(num_rewritten: int, num_chunks: int) -> Tick:
+    """Causal video's, after another prompt: history is computed anew, then a block is drafted and committed."""
+    return Step(num_rewritten, commits=True, rewrites=True), Step(num_chunks), Step(num_chunks, commits=True)
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 6), st.integers(0, 3), st.sampled_from((4, 16, 64)))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_ticks_that_rewrite_history_stay_within_the_bound_and_reach_it(
+    chunk_size: int, num_chunks: int, more: int, sink: int, block_size: int
+) -> None:
+    window = num_chunks + more
+    ticks = (rewriting(window + sink, num_chunks), rewriting(window + sink, num_chunks)[1:])
+    spec = spec_of(chunk_size, window, sink, "slide", ticks=ticks)
+    bound, peak = spec.blocks_per_branch(block_size), 0
+    cache = make_cache(spec, num_blocks=bound, block_size=block_size)
+    for stride in range(1, 4):  # how often history is rewritten
+        state = cache.create_state((BRANCH,))
+        for number in range(2 * (window + sink) + 2):
+            history = state.branches[BRANCH].num_chunks
+            steps = ticks[1]
+            if history and number % stride == 0:
+                steps = rewriting(min(history, window + sink), num_chunks)
+            peak = max(peak, play(cache, state, Played(steps)))
+        state.close()
+    assert peak == bound
+
+
+def test_a_step_that_rewrites_commits_and_fits_the_window() -> None:
+    with pytest.raises(ValueError, match="rewrites: expected a step that commits"):
+        Step(1, rewrites=True)
+    with pytest.raises(ValueError, match="ticks: expected to rewrite 4 chunks at most"):
+        spec_of(6, 3, 1, "slide", ticks=(rewriting(5, 1),))

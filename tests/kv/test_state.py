@@ -397,3 +397,44 @@ def test_a_snapshot_that_is_released_of_another_cache_or_of_other_branches_is_re
     with pytest.raises(ValueError, match="released"):
         state.restore(frozen)
     assert bytes_of(cache, state) == before
+
+
+# rewriting
+
+
+@pytest.mark.parametrize("num_chunks", [2, 4, 5, 9])
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+def test_a_rewrite_replaces_the_newest_chunks_and_leaves_an_older_sink_alone(num_chunks: int, block_size: int) -> None:
+    cache = make_cache(make_spec(CHUNK, window=3, sink=1), block_size=block_size)
+    state = cache.create_state()
+    for chunk in range(num_chunks):
+        commit(cache, state, "conditional", chunks(chunk, chunk + 1))
+    before, frozen, free = history(cache, state, "conditional"), state.snapshot(), cache.pool.num_free
+    num_rewritten = min(num_chunks, 4)
+    anew = 1000 + chunks(num_chunks - num_rewritten, num_chunks)
+    context = state.prepare_rewrite("conditional", len(anew))
+    write(cache, context.activate(), anew)
+    expected = anew if num_chunks <= 4 else np.concatenate([before[:CHUNK], anew[CHUNK:]])
+    assert np.array_equal(seen(cache, context.activate()), np.sort(expected)), "what the forward itself attends to"
+    state.abandon()
+    assert cache.pool.num_free == free, "an abandoned rewrite keeps blocks"
+    assert np.array_equal(history(cache, state, "conditional"), before), "an abandoned rewrite has changed history"
+
+    context = state.prepare_rewrite("conditional", len(anew))
+    write(cache, context.activate(), anew)
+    state.commit("conditional")
+    assert np.array_equal(history(cache, state, "conditional"), expected)
+    assert state.num_chunks == num_chunks
+    state.restore(frozen)
+    assert np.array_equal(history(cache, state, "conditional"), before), "a snapshot sees the rewrite"
+    frozen.release()
+    state.close()
+    cache.pool.check()
+    assert cache.pool.num_used == 0
+
+
+def test_more_than_there_is_cannot_be_rewritten(cache: KVCache) -> None:
+    state = cache.create_state()
+    commit(cache, state, "conditional", chunks(0, 1))
+    with pytest.raises(ValueError, match="2 chunks cannot be rewritten: expected 1 to 1"):
+        state.prepare_rewrite("conditional", 2 * CHUNK)

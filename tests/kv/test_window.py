@@ -102,3 +102,23 @@ def test_a_placement_writes_each_current_token_once_and_every_write_is_visible(
     assert slots == video + list(range(num_video, num_video + num_draft_tokens))
     assert len(set(slots)) == len(slots)
     assert placement.num_visible == num_video + num_draft_tokens
+
+
+@given(windows, st.integers(1, 20), st.integers(1, 8))
+@FAST
+def test_history_is_rewritten_in_its_own_slots_and_the_sink_only_while_nothing_has_left(
+    window: Window, num_chunks: int, num_rewritten: int
+) -> None:
+    if num_rewritten > min(num_chunks, window.max_chunks):
+        with pytest.raises(ValueError, match="cannot be rewritten"):
+            window.place_again(num_chunks, num_rewritten)
+        return
+    placement, size = window.place_again(num_chunks, num_rewritten), window.chunk_size
+    newest = list(range(num_chunks - num_rewritten, num_chunks))
+    kept = newest if num_chunks <= window.max_chunks else newest[-window.window :]
+    slots = [slot for r in placement.writes for slot in r]
+    assert len(slots) == len(newest) * size, "a slot for each token, in their order"
+    unread, written = slots[: (len(newest) - len(kept)) * size], slots[(len(newest) - len(kept)) * size :]
+    assert written == [window.entry(chunk) * size + t for chunk in kept for t in range(size)]
+    assert unread == list(range(placement.num_visible, placement.num_visible + len(unread)))
+    assert placement.num_visible == window.num_slots(num_chunks)

@@ -39,13 +39,15 @@ class BranchState:
 
 
 class ForwardContext:
-    """A draft or committing forward of `num_chunks` chunks on one branch."""
+    """A draft or committing forward of `num_chunks` chunks on one branch: the next ones, or the newest of its history
+    once more (`rewrites`)."""
 
-    def __init__(self, branch: BranchState, num_chunks: int, commits: bool) -> None:
+    def __init__(self, branch: BranchState, num_chunks: int, commits: bool, rewrites: bool = False) -> None:
         self.branch = branch
         self.num_chunks = num_chunks
         self.commits = commits
-        self.first_chunk = branch.num_chunks
+        self.rewrites = rewrites
+        self.first_chunk = branch.num_chunks - num_chunks if rewrites else branch.num_chunks
         self.closed = False
         self._row: AttentionRow | None = None
         self.placement: Placement | None = None
@@ -69,8 +71,12 @@ class ForwardContext:
         if self._row is not None:
             return self._row
         window, table = self.branch.window, self.branch.table
-        placement = window.place(self.first_chunk, self.num_chunks, num_draft_tokens)
-        staged = table.stage(placement.writes, window.num_slots(self.first_chunk), placement.num_visible)
+        if self.rewrites:
+            assert num_draft_tokens == 0, "a forward that rewrites history has no draft tokens"
+            placement = window.place_again(self.branch.num_chunks, self.num_chunks)
+        else:
+            placement = window.place(self.first_chunk, self.num_chunks, num_draft_tokens)
+        staged = table.stage(placement.writes, window.num_slots(self.branch.num_chunks), placement.num_visible)
         if staged is None:
             raise OutOfBlocks(
                 f"branch {self.branch.name!r}: no room for {self.num_tokens + num_draft_tokens} tokens; "
@@ -97,8 +103,8 @@ class ForwardContext:
         assert self.commits, "a draft cannot be committed"
         assert self.staged is not None, "nothing was executed that could be committed"
         branch = self.branch
-        branch.table.commit(self.staged, branch.window.num_slots(self.first_chunk + self.num_chunks))
-        branch.num_chunks += self.num_chunks
+        branch.num_chunks = self.first_chunk + self.num_chunks
+        branch.table.commit(self.staged, branch.window.num_slots(branch.num_chunks))
         self.staged, self.closed = None, True
 
     def close(self) -> None:

@@ -19,18 +19,27 @@ class Step:
     """One forward of a tick: `num_chunks` chunks, then `num_draft_tokens` tokens that never become history.
 
     A step that commits adds its chunks to the history. Any other is a draft: it may be repeated, and its slots are
-    given back before the next step.
+    given back before the next step. A step that rewrites computes the newest `num_chunks` chunks of history anew (all
+    of a shorter one), and commits.
     """
 
     num_chunks: int
     commits: bool = False
     num_draft_tokens: int = 0
+    rewrites: bool = False
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1:
             raise ValueError(f"num_chunks: expected at least 1, got {self.num_chunks}")
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens: expected 0 or more, got {self.num_draft_tokens}")
+        if self.rewrites and (not self.commits or self.num_draft_tokens):
+            raise ValueError("rewrites: expected a step that commits and has no draft tokens")
+
+    @property
+    def num_added(self) -> int:
+        """Chunks past the history before it that it writes."""
+        return 0 if self.rewrites else self.num_chunks
 
 
 Tick = tuple[Step, ...]
@@ -38,12 +47,12 @@ Tick = tuple[Step, ...]
 
 def chunks_committed(tick: Tick) -> int:
     """How many chunks longer the history is after the tick."""
-    return sum(step.num_chunks for step in tick if step.commits)
+    return sum(step.num_added for step in tick if step.commits)
 
 
 def chunks_reached(tick: Tick) -> int:
     """How many chunks past the history before it the tick writes at most."""
-    return max(chunks_committed(tick[:i]) + step.num_chunks for i, step in enumerate(tick))
+    return max(chunks_committed(tick[:i]) + step.num_added for i, step in enumerate(tick))
 
 
 @cache
@@ -76,25 +85,31 @@ def _ticks_after(
 
 
 def _recurring(length: int, window: Window) -> int:
-    """The least length whose slots are laid out alike: in a full ring only the phase counts."""
-    return length if length < window.max_chunks else window.max_chunks + (length - window.max_chunks) % window.window
+    """The least length whose slots are laid out alike: once chunks have left the ring, only its phase counts."""
+    full = window.max_chunks
+    return length if length <= full else full + 1 + (length - full - 1) % window.window
 
 
 def _blocks_of_tick(window: Window, block_size: int, length: int, first: int, tick: Tick) -> int:
     """Most blocks held while `tick` runs from chunk `first` on; `length` chunks of history are kept for a roll-back,
     and shared unless `first` is 0."""
     extra = sum(step.num_draft_tokens for step in tick)
-    pool = BlockPool(3 * blocks_for(window.num_slots(window.max_chunks) + extra, block_size))
+    pool = BlockPool(4 * blocks_for(window.num_slots(window.max_chunks) + extra, block_size))
     kept = BlockTable(pool, block_size, pool.allocate(blocks_for(window.num_slots(length), block_size)) or ())
     table = kept.fork() if first else BlockTable(pool, block_size)
     most = 0
     for step in tick:
-        placement = window.place(first, step.num_chunks, step.num_draft_tokens)
+        if step.rewrites and not first:
+            continue
+        if step.rewrites:
+            placement = window.place_again(first, min(step.num_chunks, first, window.max_chunks))
+        else:
+            placement = window.place(first, step.num_chunks, step.num_draft_tokens)
         staged = table.stage(placement.writes, window.num_slots(first), placement.num_visible)
         assert staged is not None
         most = max(most, pool.num_used)
         if step.commits:
-            first += step.num_chunks
+            first += step.num_added
             table.commit(staged, window.num_slots(first))
         else:
             table.abort(staged)

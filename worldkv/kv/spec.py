@@ -46,9 +46,11 @@ class KVSpec:
     def _check(self, name: str, tick: Tick) -> None:
         if not tick:
             raise ValueError(f"{name}: expected at least one forward in each tick, got none")
-        window, widest = self.window, max(step.num_chunks for step in tick)
+        window, widest = self.window, max(step.num_added for step in tick)
         if widest > window.window:
             raise ValueError(f"{name}: expected forwards of 1 to {window.window} chunks (the window), got {widest}")
+        if any(step.num_chunks > window.max_chunks for step in tick):
+            raise ValueError(f"{name}: expected to rewrite {window.max_chunks} chunks at most, the sink and the window")
         must_fit = window.policy == "reset" and (name == "restarts" or not self.restarts)
         if must_fit and not window.has_room(0, chunks_reached(tick)):
             raise ValueError(

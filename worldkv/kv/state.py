@@ -79,12 +79,24 @@ class KVState:
         It replaces the branch's previous context. Raises ValueError for a length that is not whole chunks, and
         RuntimeError if the previous context has taken blocks for a commit that never came.
         """
+        return self._prepare(branch, seq_len, commit, rewrites=False)
+
+    def prepare_rewrite(self, branch: str, seq_len: int) -> ForwardContext:
+        """As `prepare`, for a committing forward that computes the newest `seq_len` tokens of history anew, together.
+
+        See `Window.place_again`; the history is as long afterwards as before. Raises ValueError where it is shorter.
+        """
+        return self._prepare(branch, seq_len, commit=True, rewrites=True)
+
+    def _prepare(self, branch: str, seq_len: int, commit: bool, rewrites: bool) -> ForwardContext:
         state = self.branches[branch]
         size = state.window.chunk_size
         if seq_len < size or seq_len % size:
             raise ValueError(
                 f"branch {branch!r}: seq_len must be a positive multiple of chunk_size={size}, got {seq_len}"
             )
+        if rewrites:
+            state.window.place_again(state.num_chunks, seq_len // size)  # raises for what is not there
         previous = state.context
         if previous is not None and not previous.closed:
             if previous.commits and previous.is_active:
@@ -93,7 +105,7 @@ class KVState:
                     f"commit or abandon it before the next one"
                 )
             previous.close()
-        state.context = ForwardContext(state, seq_len // size, commit)
+        state.context = ForwardContext(state, seq_len // size, commit, rewrites)
         return state.context
 
     def commit(self, branch: str) -> None:

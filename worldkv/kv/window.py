@@ -79,14 +79,36 @@ class Window:
                 f"window full: {first_chunk} chunks of history and {num_chunks} more exceed {self.max_chunks}; "
                 f"policy 'reset' expects the session to restart first"
             )
-        writes: list[range] = []
-        for chunk in range(first_chunk, first_chunk + num_chunks):
-            start = self.entry(chunk) * self.chunk_size
-            if writes and writes[-1].stop == start:
-                writes[-1] = range(writes[-1].start, start + self.chunk_size)
-            else:
-                writes.append(range(start, start + self.chunk_size))
+        writes = self._slots_of(range(first_chunk, first_chunk + num_chunks))
         num_visible = self.num_slots(first_chunk + num_chunks)
         if num_draft_tokens:
             writes.append(range(num_visible, num_visible + num_draft_tokens))
         return Placement(tuple(writes), num_visible + num_draft_tokens)
+
+    def place_again(self, num_chunks: int, num_rewritten: int) -> Placement:
+        """Slots of the newest `num_rewritten` of `num_chunks` chunks of history, whose K/V is computed anew.
+
+        Once chunks have left, the sink keeps the K/V that it has: only the ring is written. What comes for other chunks
+        goes behind the visible slots, where nobody reads it.
+        """
+        if not 1 <= num_rewritten <= min(num_chunks, self.max_chunks):
+            raise ValueError(
+                f"{num_rewritten} chunks cannot be rewritten: expected 1 to {min(num_chunks, self.max_chunks)}, "
+                f"{num_chunks} have come and {self.max_chunks} fit the window"
+            )
+        first, num_visible = num_chunks - num_rewritten, self.num_slots(num_chunks)
+        oldest = first if num_chunks <= self.max_chunks else max(first, num_chunks - self.window)
+        num_unread = (oldest - first) * self.chunk_size
+        unread = [range(num_visible, num_visible + num_unread)] if num_unread else []
+        return Placement((*unread, *self._slots_of(range(oldest, num_chunks))), num_visible)
+
+    def _slots_of(self, chunks: range) -> list[range]:
+        """In the order of the chunks; those of neighbours joined."""
+        found: list[range] = []
+        for chunk in chunks:
+            start = self.entry(chunk) * self.chunk_size
+            if found and found[-1].stop == start:
+                found[-1] = range(found[-1].start, start + self.chunk_size)
+            else:
+                found.append(range(start, start + self.chunk_size))
+        return found
