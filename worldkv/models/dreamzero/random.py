@@ -7,7 +7,6 @@ config.json, its tensors' file and its statistics all say so. Layout and names a
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,9 +19,10 @@ from worldkv.models.checkpoints.writing import save_tensors, write_text
 from worldkv.models.dreamzero.checkpoint import needed_shapes
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import CONF_FILE, IMAGE_PREFIX, METADATA_FILE, RANDOM_WEIGHTS_KEY
+from worldkv.models.wan.random import NOTICE as NOTICE
+from worldkv.models.wan.random import random_tensors
 from worldkv.models.wan.sizes import EncoderSizes, ImageSizes, TextSizes, VAESizes
 
-NOTICE = "random weights written by worldkv: nothing was learned"
 _CAMERAS = ("exterior_image_1_left", "exterior_image_2_left", "wrist_image_left")
 _NUM_SHARDS = 3
 
@@ -93,7 +93,7 @@ def write_random_checkpoint(
     (folder / "experiment_cfg").mkdir(parents=True, exist_ok=True)
     write_text(json.dumps(_conf(chosen), indent=1) + "\n", folder / CONF_FILE)  # JSON is YAML
     write_text(json.dumps(_metadata(), indent=1) + "\n", folder / METADATA_FILE)
-    _write_tensors(folder, _random_tensors(shapes, seed), sharded)
+    _write_tensors(folder, random_tensors(shapes, seed), sharded)
     write_text(json.dumps(config, indent=1) + "\n", folder / CONFIG_FILE)
     return folder
 
@@ -194,36 +194,6 @@ def _stored_for_nobody(shapes: Mapping[str, tuple[int, ...]], sizes: EncoderSize
     for name in ("post_norm.weight", "post_norm.bias"):
         unread[IMAGE_PREFIX + name] = (image.dim,)
     return unread | {f"{IMAGE_PREFIX}head": (image.dim, image.dim // 2)}
-
-
-def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    """Norm scales 1, biases nearly 0, weights scaled so that each layer about keeps the size of its input."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name in sorted(shapes):
-        tensor = torch.randn(shapes[name], generator=generator) * _spread(name, shapes[name])
-        if _is_norm_scale(name, shapes[name]):
-            tensor += 1.0
-        tensors[name] = tensor.to(torch.bfloat16)
-    return tensors
-
-
-def _is_norm_scale(name: str, shape: tuple[int, ...]) -> bool:
-    return name.endswith(".gamma") or (name.endswith(".weight") and len(shape) == 1)
-
-
-def _spread(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation of a tensor's values."""
-    if _is_norm_scale(name, shape) or name.endswith((".bias", ".b")):
-        return 0.02
-    if name.endswith("token_embedding.weight"):
-        return 1.0
-    if name.endswith(("modulation", "cls_embedding", "pos_embedding", "image_encoder.model.visual.head")):
-        return 0.1
-    if name.endswith("pos_embedding.embedding.weight"):
-        return 0.5
-    fan_in = shape[-2] if name.endswith(".W") else math.prod(shape[1:])  # W is [1, in, out], weight [out, in, ...]
-    return 1.0 / math.sqrt(fan_in)
 
 
 def _write_tensors(folder: Path, tensors: dict[str, torch.Tensor], sharded: bool) -> None:
