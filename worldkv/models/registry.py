@@ -16,6 +16,7 @@ from worldkv.models.checkpoints.files import CONFIG_FILE, read_json, what_it_loo
 
 FAMILIES = {  # name -> its checkpoint module
     "dreamzero": "worldkv.models.dreamzero.checkpoint",
+    "causal_wan": "worldkv.models.causal_wan.checkpoint",
     "dots": "worldkv.models.dots.checkpoint",
 }
 

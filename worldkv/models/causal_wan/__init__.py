@@ -1,0 +1,1 @@
+"""Causal Wan video (Self-Forcing, LongLive): blocks of frames in a few steps, over the model's own past."""

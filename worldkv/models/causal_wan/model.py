@@ -1,0 +1,260 @@
+"""Causal Wan video as a world model: a tick is a block.
+
+A few drafts denoise the block's frames over the window, then a clean pass over the finished ones commits them: the
+cache holds the model's own outputs. What leaves the window leaves at that commit: a block that fails has lost nothing.
+Holds weights and constants only; a session's state is a `State` value that the engine keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from worldkv.errors import BadRequest
+from worldkv.kv.cache import KVCache
+from worldkv.kv.row import RowLimits
+from worldkv.kv.state import KVState
+from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row, batches_of_alike
+from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
+from worldkv.models.causal_wan.inputs import Block, BlockRequest, State, check_request
+from worldkv.models.causal_wan.schedule import Schedule
+from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
+from worldkv.models.wan.encoders import VAEStream, WanEncoders
+
+_MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
+_MAX_TEXT_ELEMENTS = 1 << 14  # token ids of one batch
+
+
+class CausalWan:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: CausalWanConfig,
+        dit: WanDiT,
+        encoders: WanEncoders,
+        *,
+        recache: bool = True,
+        decodes: bool = True,
+    ) -> None:
+        self.config, self.dit, self.encoders = config, dit, encoders
+        self.recaches, self.decodes = recache, decodes
+        blocks = config.blocks
+        self.schedule = Schedule.of(blocks.steps, blocks)
+        self.first_schedule = Schedule.of(blocks.first_block_steps or blocks.steps, blocks)
+        self.spec = kv_spec(config, recache)
+        self._block_tokens = blocks.frames_per_block * config.frame_tokens
+        self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
+
+    @property
+    def card(self) -> ModelCard:
+        dit, blocks = self.config.dit, self.config.blocks
+        return ModelCard(
+            family="causal_wan",
+            sizes=f"{dit.model_type}, {dit.num_layers} layers, width {dit.dim}",
+            num_weight_bytes=self.num_weight_bytes,
+            window_chunks=blocks.held_frames,
+            facts={
+                "frames_per_block": blocks.frames_per_block,
+                "steps": list(blocks.steps),
+                "sink_frames": blocks.sink_frames,
+                "rope": blocks.rope,
+                "frame_tokens": self.config.frame_tokens,
+                "pixels": [self.config.height, self.config.width],
+            },
+        )
+
+    @cached_property
+    def num_weight_bytes(self) -> int:
+        """Of the DiT and the encoders; what modules share is counted once."""
+        modules = (self.dit, self.encoders.vae.module, self.encoders.text.module)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in modules for t in m.parameters()
+        }
+        return sum(storages.values())
+
+    # what the engine runs
+
+    def new_state(self, old: State | None = None) -> State:
+        return State()
+
+    def fake_inputs(self, first: bool) -> BlockRequest:
+        """A prompt of few words."""
+        tokens = np.zeros((1, self.config.dit.text_len), dtype=np.int64)
+        tokens[0, :6] = np.arange(5, 11)
+        return BlockRequest(tokens, (tokens > 0).astype(np.int64))
+
+    @torch.no_grad()
+    def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> list[torch.Tensor | None]:
+        """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
+        history = [row.activate() for row in rows]
+        text = [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
+        limits, text_limits = self._limits([h.num_queries for h in history])
+        plans = ForwardPlans(
+            cache.backend.plan(cache.storage, history, limits), cache.backend.plan(cache.storage, text, text_limits)
+        )
+        velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
+        return velocities
+
+    def _limits(self, num_queries: Sequence[int]) -> tuple[RowLimits, RowLimits]:
+        """Of history and text: as many rows of blocks always make plans of one shape. A recache, which is rare, has
+        more queries, and would make all others' plans larger."""
+        most = max(self._block_tokens, *num_queries)
+        return RowLimits(most, self.spec.row_limits.num_visible), RowLimits(most, self.spec.conditioning["text"])
+
+    @torch.no_grad()
+    def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:
+        """ "text": (token ids, attention mask), each [1, text_len], to an embedding [1, text_len, text_dim]. "decode":
+        (stream, latents [1, C, F, h, w]) to (video [1, 3, T, H, W], the stream after it); the given one is not
+        changed."""
+        if encoder == "decode":
+            return [self._decode(payload) for payload in payloads]
+        if encoder != "text":
+            raise ValueError(f"encoder: expected 'text' or 'decode', got {encoder!r}")
+        outputs: dict[int, object] = {}
+        prompts = [payload for payload in payloads if isinstance(payload, tuple)]
+        for indices in batches_of_alike(prompts, _MAX_TEXT_ELEMENTS):
+            ids, mask = (torch.cat(parts) for parts in zip(*(prompts[index] for index in indices), strict=True))
+            for index, output in zip(indices, torch.split(self.encoders.text.encode(ids, mask), 1), strict=True):
+                outputs[index] = output
+        return [outputs[index] for index in range(len(payloads))]
+
+    def _decode(self, payload: object) -> tuple[torch.Tensor, VAEStream]:
+        assert isinstance(payload, tuple)
+        before, latents = payload
+        stream = before.copy()
+        return self.encoders.vae.decode_stream(stream, latents), stream
+
+    # the tick
+
+    def program(self, kv: KVState, state: State, inputs: BlockRequest) -> Program[Block, State]:
+        """One block."""
+        state = state if inputs.seed is None else replace(state, seed=inputs.seed)
+        schedule = self.schedule if state.num_blocks else self.first_schedule
+        check_request(self.config, inputs, kv.num_chunks, len(schedule))
+        self._expect_room(kv, inputs)
+        state, num_recached = yield from self._under_prompt(kv, state, inputs)
+        fresh = []
+        if inputs.given is not None:
+            given = inputs.given[0].to(self.dit.device, self.dit.dtype)
+            for block in torch.split(given, self.config.blocks.frames_per_block, dim=1):
+                yield self._clean_pass(kv, block)
+            fresh.append(given)
+        first_frame = kv.num_chunks
+        latents = yield from self._denoise(kv, state, inputs, schedule)
+        yield self._clean_pass(kv, latents)
+        fresh.append(latents)
+        state = self._remember(state, torch.cat(fresh, dim=1))
+        video = None
+        if self.decodes:
+            stream = state.decoder or self.encoders.vae.new_decode_state()
+            decoded = yield Encode("decode", (stream, torch.cat(fresh, dim=1)[None]), "decode")
+            video, state = decoded[0][0], replace(state, decoder=decoded[1])
+        return Outcome(
+            Block(latents, video, first_frame, num_recached), replace(state, num_blocks=state.num_blocks + 1)
+        )
+
+    def _expect_room(self, kv: KVState, inputs: BlockRequest) -> None:
+        coming = self.config.blocks.frames_per_block + (0 if inputs.given is None else inputs.given.shape[2])
+        window = self.spec.window
+        if window.policy == "reset" and not window.has_room(kv.num_chunks, coming):
+            raise BadRequest(
+                f"window full: {kv.num_chunks} frames are there, {coming} more exceed the {window.max_chunks} that "
+                "this model was trained for; reset the session, or load the model with window_frames"
+            )
+
+    def _under_prompt(
+        self, kv: KVState, state: State, inputs: BlockRequest
+    ) -> Generator[Encode | Forward, torch.Tensor, tuple[State, int]]:
+        """Attach the text where it is another one, and compute history anew under it if that is wanted.
+
+        Returns the state, and how many frames were computed anew.
+        """
+        prompt = (inputs.token_ids, inputs.attention_mask)
+        key = _digest(*prompt)
+        if key == state.prompt_key:
+            return state, 0
+        anew = state.prompt_key is not None and kv.num_chunks > 0 and inputs.switch == "recache"
+        if anew and not self.recaches:
+            raise BadRequest("switch: 'recache' was turned off when this model was loaded; 'keep' is possible")
+        store, name = kv.cache.conditioning, f"text:{key}"
+        if name not in store and key not in self._embeddings:
+            self._embeddings[key] = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
+            if len(self._embeddings) > _MAX_EMBEDDINGS:
+                self._embeddings.pop(next(iter(self._embeddings)))
+        # acquired and attached without a yield between: a generator closed at the yield would leak the reference
+        entry = store.acquire(name)
+        if entry is None:
+            layers = self.dit.project_text(self._embeddings[key][0])
+            entry = store.publish(name, self.spec.conditioning["text"], layers)
+        kv.set_conditioning(BRANCH, "text", entry)
+        if anew:
+            assert state.recent is not None, "a session that has frames remembers the newest"
+            yield self._recache(kv, state.recent)
+        return replace(state, prompt_key=key), state.recent.shape[1] if anew and state.recent is not None else 0
+
+    def _recache(self, kv: KVState, recent: torch.Tensor) -> Forward:
+        """All frames that the window remembers, in one forward: they see one another, and an older sink."""
+        num_frames = recent.shape[1]
+        row = WanRow(recent, None, kv.num_chunks - num_frames, self.config.blocks.context_noise, wants_velocity=False)
+        context = kv.prepare_rewrite(BRANCH, num_frames * self.config.frame_tokens)
+        return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "recache")
+
+    def _clean_pass(self, kv: KVState, latents: torch.Tensor) -> Forward:
+        """A finished block becomes history."""
+        row = WanRow(latents, None, kv.num_chunks, self.config.blocks.context_noise, wants_velocity=False)
+        context = kv.prepare(BRANCH, self._block_tokens, commit=True)
+        return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "commit")
+
+    def _denoise(
+        self, kv: KVState, state: State, inputs: BlockRequest, schedule: Schedule
+    ) -> Generator[Forward, list[torch.Tensor], torch.Tensor]:
+        """The block's latents [C, F, h, w], from noise."""
+        x, epsilons = self._noise(kv.num_chunks, state, inputs, len(schedule))
+        context = kv.prepare(BRANCH, self._block_tokens, commit=False)
+        for step, timestep in enumerate(schedule.timesteps):
+            row = WanRow(x, None, kv.num_chunks, timestep, wants_velocity=True)
+            (velocity,) = yield Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "denoise")
+            x = schedule.clean(step, x, velocity)
+            if step + 1 < len(schedule):
+                x = schedule.noised(step + 1, x, epsilons[step])
+        kv.abandon()  # the drafts' blocks go back
+        return x
+
+    def _noise(
+        self, first_frame: int, state: State, inputs: BlockRequest, num_steps: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The noise that a block starts from, and the fresh one of its later steps, each [C, F, h, w]. What is drawn
+        depends on the seed and on the block's first frame only: a repeated, restored or forked block draws the same."""
+        config, dit = self.config, self.dit
+        shape = (num_steps, config.dit.out_dim, config.blocks.frames_per_block, *config.latent_size)
+        given = (inputs.noise, *(inputs.epsilons or (None,) * (num_steps - 1)))
+        drawn: Sequence[torch.Tensor] = ()
+        if any(noise is None for noise in given):
+            digest = hashlib.sha256(f"{state.seed} {first_frame}".encode()).digest()
+            generator = torch.Generator(dit.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            drawn = torch.randn(shape, generator=generator, device=dit.device, dtype=dit.dtype).unbind(0)
+        first, *later = [
+            drawn[index] if noise is None else noise[0].to(dit.device, dit.dtype) for index, noise in enumerate(given)
+        ]
+        return first, later
+
+    def _remember(self, state: State, fresh: torch.Tensor) -> State:
+        """The newest clean frames, as many as the window holds."""
+        if not self.recaches:
+            return state
+        recent = fresh if state.recent is None else torch.cat([state.recent, fresh], dim=1)
+        return replace(state, recent=recent[:, -self.config.blocks.held_frames :].clone())
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.shape}{array.dtype.str}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
