@@ -120,5 +120,3 @@ def same(one: Block, other: Block) -> bool:
     videos = (one.video, other.video)
     alike = torch.equal(*videos) if isinstance(videos[0], torch.Tensor) else videos == (None, None)
     return torch.equal(one.latents, other.latents) and alike and one.first_frame == other.first_frame
-
-

@@ -1,7 +1,8 @@
-"""Causal Wan video against the reference's recordings, and what must hold for a block whatever happens around it."""
+"""Causal Wan video against the reference's recordings, and against the window as a list of frames."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from causal import Recording, Watcher, relative_error  # noqa: E402
+from causal import Recording, Watcher, make_engine, make_request, relative_error, run  # noqa: E402
 from conftest import SHARED  # noqa: E402
+from engines import inside  # noqa: E402
+from list_window import ListVideo  # noqa: E402
+
+from worldkv.models.causal_wan.config import BRANCH  # noqa: E402
+from worldkv.models.causal_wan.random import TINY  # noqa: E402
 
 TOLERANCE = 1e-4
 
@@ -60,3 +66,41 @@ def test_every_recorded_quantity_is_reproduced(recording: Recording, block_size:
     engine.shutdown()
     engine.core.cache.pool.check()
     assert engine.core.cache.pool.num_used == 0
+
+
+# against the window as a list of frames
+
+
+@pytest.mark.parametrize(
+    ("window", "sink", "per_block"), [(9, 3, 3), (12, 3, 3), (6, 0, 3), (4, 0, 1), (4, 1, 1), (7, 2, 2), (5, 1, 2)]
+)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_any_window_equals_the_list_of_frames_before_and_after_another_prompt(
+    window: int, sink: int, per_block: int, block_size: int
+) -> None:
+    settings = replace(TINY, frames_per_block=per_block, window_frames=window, sink_frames=sink, steps=(1000, 500))
+    engine = make_engine(settings, block_size, decodes=False)
+    model, session = engine.model, engine.open_session()
+    oracle, num_blocks = ListVideo(model.dit, window, sink), 2 * window // per_block + 2
+    generator = torch.Generator().manual_seed(0)
+    for number in range(num_blocks):
+        switches = number in (1, num_blocks // 2, num_blocks - 1)  # before, at and after the roll
+        prompt = sum(number >= at for at in (1, num_blocks // 2, num_blocks - 1))
+        noise = torch.randn((2, 1, 16, per_block, 4, 6), generator=generator)
+        block = run(engine, session, make_request(prompt, noise=noise[0], epsilons=(noise[1],)))
+        request = make_request(prompt)
+        oracle.prompt(model.encoders.text.encode(request.token_ids, request.attention_mask)[0])
+        if switches:
+            oracle.recache(0)
+        assert block.num_recached == (min(window, number * per_block) if switches else 0)
+        x = noise[0][0]
+        for step, timestep in enumerate(model.schedule.timesteps):
+            x = model.schedule.clean(step, x, oracle.forward(x, timestep))
+            if step == 0:
+                x = model.schedule.noised(1, x, noise[1][0])
+        oracle.forward(x, 0, commit=True)
+        assert relative_error(block.latents, x) < 1e-5, f"block {number}"
+        for layer in range(2):
+            ours = torch.stack(inside(engine, session).kv.layer_kv(BRANCH, layer))
+            assert relative_error(ours, oracle.cache(layer)) < 1e-5, f"block {number}, layer {layer}"
+    engine.shutdown()
