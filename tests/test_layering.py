@@ -23,6 +23,7 @@ LAYERS = (
     "engine",
     "app",
     "robots",
+    "videos",
     "load",
     "server",
     "bench",
@@ -55,6 +56,7 @@ MAX_ANY = {
     "robots": 65,
     "server": 28,
     "show": 21,
+    "videos": 8,
 }
 # (file, what it reaches for): what argparse and torch have no public name for. Only ever shorten this.
 KNOWN_REACHES = {

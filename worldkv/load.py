@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -21,6 +21,7 @@ from worldkv.kv.cache import KVCache
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
 from worldkv.models.base import InputsT, ResultT, StateT, WorldModel
+from worldkv.models.causal_wan import checkpoint as causal_wan
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
 from worldkv.models.hub import checkpoint_folder
 from worldkv.models.registry import checkpoint_module, family_of
@@ -28,6 +29,8 @@ from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.robots.policy import Policy
 from worldkv.robots.preparation import Preparation
 from worldkv.robots.program import RobotPolicy
+from worldkv.videos.app import VideoApp
+from worldkv.videos.program import VideoMaker
 from worldkv.words import count
 
 
@@ -170,4 +173,27 @@ def load_policy(
     return Policy(engine, preparation, random_weights=checkpoint.random_weights)
 
 
-APPS: Mapping[str, Callable[..., AnyApp]] = {"dreamzero": load_policy}  # family -> who serves it
+def load_videos(
+    checkpoint: Path | str,
+    config: EngineConfig | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    observer: Observer | None = None,
+    **options: Unpack[causal_wan.Options],
+) -> VideoApp:
+    """An engine and the app that streams its videos; `VideoApp.engine` is the caller's to shut down.
+
+    `options`: see `models.causal_wan.checkpoint.load`.
+    """
+    folder, config = Path(checkpoint_folder(checkpoint)), config or EngineConfig()
+    check_name(config.attention)
+    with _told_if_weights_do_not_fit(folder, device):
+        model = causal_wan.load(folder, device=device, dtype=dtype, **options)
+    maker = VideoMaker(model, causal_wan.tokenizer_of(folder, model))
+    engine = start_engine(maker, config, device, dtype, observer=observer)
+    return VideoApp(engine, random_weights=causal_wan.has_random_weights(folder))
+
+
+# family -> who serves it
+APPS: Mapping[str, Callable[..., AnyApp]] = {"dreamzero": load_policy, "causal_wan": load_videos}

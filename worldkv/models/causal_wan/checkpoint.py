@@ -5,10 +5,11 @@ Everything wrong with a folder is found before a tensor of it is read, and repor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -27,7 +28,14 @@ from worldkv.models.wan.graphs import accelerate
 from worldkv.models.wan.layout import Shapes, dit_shapes, encoder_shapes
 from worldkv.models.wan.names import Prefixes
 from worldkv.models.wan.sizes import EncoderSizes, read_sizes
-from worldkv.models.wan.tokenizer import TOKENIZER_FILES, TOKENIZER_FOLDERS, TOKENIZER_REPOSITORY, find_tokenizer
+from worldkv.models.wan.tokenizer import (
+    TOKENIZER_FILES,
+    TOKENIZER_FOLDERS,
+    TOKENIZER_REPOSITORY,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from worldkv.models.causal_wan.model import CausalWan
@@ -55,9 +63,19 @@ def is_mine(folder: Path) -> bool:
 
 def from_elsewhere(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     """See `models.registry`: the tokenizer."""
-    if find_tokenizer(folder) is not None or RANDOM_WEIGHTS_KEY in read_json(folder / CONFIG_FILE):
+    if find_tokenizer(folder) is not None or has_random_weights(folder):
         return {}
     return {TOKENIZER_FOLDERS[-1]: (TOKENIZER_REPOSITORY, TOKENIZER_FILES)}
+
+
+def has_random_weights(folder: Path) -> bool:
+    return RANDOM_WEIGHTS_KEY in read_json(folder / CONFIG_FILE)
+
+
+def tokenizer_of(folder: Path, model: CausalWan) -> Tokenizer:
+    """The folder's own, or a byte-level one, with a warning unless the weights are random."""
+    warn = (lambda _: None) if has_random_weights(folder) else warnings.warn
+    return load_tokenizer(folder, model.config.dit.text_len, model.encoders.text.vocab_size, warn)
 
 
 def needed_shapes(config: CausalWanConfig, sizes: EncoderSizes, prefixes: Prefixes) -> Shapes:
@@ -86,6 +104,21 @@ def open_tensors(folder: Path, base: Sequence[Path | str] = ()) -> tuple[StoredT
         ),
         prefixes,
     )
+
+
+class Options(TypedDict, total=False):
+    """What `load` takes beside folder, device and dtype."""
+
+    preset: str | None
+    height: int | None
+    width: int | None
+    window_frames: int | None
+    sink_frames: int | None
+    recache: bool
+    decodes: bool
+    precision: Precision
+    base: Sequence[Path | str]
+    progress: Progress | None
 
 
 def load(

@@ -1,0 +1,88 @@
+"""The videos' app: what a viewer asks for, and what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+from causal import SIZE, random_folder  # noqa: E402
+
+from worldkv.engine.engine import EngineConfig  # noqa: E402
+from worldkv.errors import BadRequest  # noqa: E402
+from worldkv.load import load_app  # noqa: E402
+from worldkv.videos.app import VideoApp, VideoSession  # noqa: E402
+
+
+@pytest.fixture
+def app() -> Iterator[VideoApp]:
+    app = load_app(random_folder(), EngineConfig(block_size=16, max_sessions=4), **SIZE)
+    assert isinstance(app, VideoApp)
+    yield app
+    app.close()
+    app.engine.shutdown()
+
+
+def ask(app: VideoApp, session: VideoSession, **fields: Any) -> Any:
+    return session.infer(app.read(fields)).result(60)
+
+
+def test_words_become_pictures_block_after_block_and_other_words_other_pictures(app: VideoApp) -> None:
+    session, other = app.open_session(), app.open_session()
+    replies = [ask(app, session, prompt="a quiet lake", seed=3), ask(app, session), ask(app, session)]
+    assert [reply.block.frames.shape for reply in replies] == [(9, 32, 48, 3), (12, 32, 48, 3), (12, 32, 48, 3)]
+    assert [reply.block.first_frame for reply in replies] == [0, 9, 21]
+    assert [reply.block.number for reply in replies] == [0, 1, 2]
+    assert all(reply.block.frames.dtype == np.uint8 for reply in replies)
+    assert {"denoise", "commit", "decode", "total"} <= replies[0].timings.keys()
+    same, different = ask(app, other, prompt="a quiet  lake", seed=3), ask(app, other, prompt="a storm")
+    assert np.array_equal(same.block.frames, replies[0].block.frames), "white space is no other prompt"
+    assert different.block.is_new_prompt
+    assert different.block.model.num_recached == 3
+    assert not np.array_equal(different.block.frames, replies[1].block.frames)
+    assert different.events == ("prompt: a storm",)
+
+
+def test_pictures_are_those_of_the_decoder(app: VideoApp) -> None:
+    block = ask(app, app.open_session(), prompt="a quiet lake").block
+    expected = (block.model.video.permute(1, 2, 3, 0).numpy() + 1) * 127.5
+    assert np.abs(block.frames - expected).max() <= 0.5
+
+
+def test_words_are_part_of_the_session_that_is_forked_restored_and_reset(app: VideoApp) -> None:
+    session = app.open_session()
+    ask(app, session, prompt="a quiet lake")
+    mark, fork = session.snapshot(), app.fork(session)
+    expected = ask(app, session).block.frames
+    ask(app, session, prompt="a storm")
+    session.restore(mark)
+    assert np.array_equal(ask(app, session).block.frames, expected)
+    fork.park()
+    assert np.array_equal(ask(app, fork).block.frames, expected)
+    session.reset().result(10)
+    with pytest.raises(BadRequest, match="prompt: the first block of a session needs one"):
+        ask(app, session)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"promt": "a"}, "'promt' is not known; a block is asked for with prompt, switch, seed"),
+        ({"prompt": "  "}, "prompt: expected words"),
+        ({"prompt": 7}, "prompt: expected words, got '7'"),
+        ({"prompt": "a" * 30_000}, "prompt: expected at most 20000 characters, got 30000"),
+        ({"switch": "fade"}, "switch: expected one of 'recache'"),
+        ({"seed": -1}, "seed: expected a whole number from 0"),
+        ({"seed": True}, "seed: expected a whole number from 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_session_is_touched(
+    app: VideoApp, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        app.read(fields)

@@ -1,0 +1,110 @@
+"""The program of a viewer's block, around the model's own: words in, pictures out.
+
+What a session remembers (the words in force) is part of its state, so whatever the engine does with a session
+(snapshot, fork, restore, park, fail) it does with that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from worldkv.device import HostCopy
+from worldkv.errors import BadRequest
+from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row
+from worldkv.models.causal_wan.inputs import Block, BlockRequest, State
+from worldkv.models.causal_wan.model import CausalWan
+from worldkv.models.wan.tokenizer import Tokenizer, clean_prompt
+from worldkv.videos.request import VideoRequest, frames_of
+
+if TYPE_CHECKING:
+    from worldkv.kv.cache import KVCache
+    from worldkv.kv.spec import KVSpec
+    from worldkv.kv.state import KVState
+
+FRAMES_PER_SECOND = 16  # of all of Wan 2.1
+
+
+@dataclass(frozen=True)
+class VideoState:
+    """The model's state and the words in force; immutable."""
+
+    model: State
+    prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class VideoBlock:
+    """`frames`: uint8 [T, H, W, 3]. `first_frame`: how many frames the video had before it. `prompt`: that it was made
+    under; `is_new_prompt`: the first such block."""
+
+    frames: np.ndarray
+    first_frame: int
+    number: int
+    prompt: str
+    is_new_prompt: bool
+    model: Block
+
+
+class VideoMaker:
+    """A causal video model for the engine, whose ticks take words. `model` computes; this prepares and finishes."""
+
+    def __init__(self, model: CausalWan, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+
+    @property
+    def spec(self) -> KVSpec:
+        return self.model.spec
+
+    @property
+    def card(self) -> ModelCard:
+        return self.model.card
+
+    def new_state(self, old: VideoState | None = None) -> VideoState:
+        """A session that was reset has no words: its next block has to bring some."""
+        return VideoState(self.model.new_state())
+
+    def program(self, kv: KVState, state: VideoState, inputs: VideoRequest) -> Program[VideoBlock, VideoState]:
+        """One block. A failed one has changed nothing, the words included."""
+        prompt = state.prompt if inputs.prompt is None else clean_prompt(inputs.prompt)
+        if prompt is None:
+            raise BadRequest("prompt: the first block of a session needs one")
+        token_ids, mask = yield OnHost(partial(self._tokenizer.encode, prompt), "preprocess")
+        request = BlockRequest(token_ids, mask, inputs.switch, inputs.seed)
+        outcome = yield from self.model.program(kv, state.model, request)
+        block, first_latent = outcome.result, outcome.result.first_frame
+        assert block.video is not None, "loaded with decodes=False"
+        copy = HostCopy(_pixels(block.video))
+        frames = yield OnHost(lambda: frames_of(copy.numpy()), "postprocess")
+        result = VideoBlock(
+            frames,
+            0 if first_latent == 0 else 4 * first_latent - 3,
+            outcome.state.num_blocks - 1,
+            prompt,
+            prompt != state.prompt,
+            block,
+        )
+        return Outcome(result, VideoState(outcome.state, prompt))
+
+    def forward(self, cache: KVCache, rows: Sequence[Row[Any]]) -> Sequence[object]:
+        return self.model.forward(cache, rows)
+
+    def encode(self, encoder: str, payloads: Sequence[Any]) -> Sequence[object]:
+        return self.model.encode(encoder, payloads)
+
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        return self.model.ready_steps(cache, limits) if isinstance(self.model, MakesReady) else ()
+
+    def fake_inputs(self, first: bool) -> VideoRequest:
+        return VideoRequest("a world that nobody sees" if first else None)
+
+
+def _pixels(video: torch.Tensor) -> torch.Tensor:
+    """[3, T, H, W] in [-1, 1] to uint8 [T, 3, H, W], where it is."""
+    return ((video.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).transpose(0, 1).contiguous()
