@@ -19,6 +19,15 @@ def upload(data: Any, device: torch.device | str, dtype: torch.dtype | None = No
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """On another device, once all its bytes are there. What a GPU's side stream brings stays until the main one's work
+    on it has ended, however early it is dropped."""
+    there = tensor.to(device)
+    if there.device.type == "cuda" and there is not tensor:
+        there.record_stream(torch.cuda.default_stream(there.device))
+    return there
+
+
 class HostCopy:
     """A device tensor on its way to the host; `numpy` waits for it, and for nothing that was asked for later."""
 

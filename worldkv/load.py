@@ -18,9 +18,8 @@ from worldkv.engine.executor import Executor
 from worldkv.engine.room import MAX_ON_CPU, Room, free_on_host, gib, told_if_full, usable_on_gpu
 from worldkv.errors import CheckpointError
 from worldkv.kv.cache import KVCache
-from worldkv.kv.spec import KVSpec
 from worldkv.kv.storage import KVStorage
-from worldkv.models.base import InputsT, ResultT, StateT, WorldModel
+from worldkv.models.base import InputsT, KeepsTensors, ResultT, StateT, WorldModel
 from worldkv.models.causal_wan import checkpoint as causal_wan
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
 from worldkv.models.hub import checkpoint_folder
@@ -100,17 +99,22 @@ def start_engine(
     make_executor: Callable[[KVCache], Executor] | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size."""
-    num_blocks = config.num_blocks or _num_blocks(model.spec, config, torch.device(device), dtype)
-    with told_if_full("making the cache", _cache_needs(model.spec, num_blocks, config, torch.device(device), dtype)):
+    room = room_of(model, config, dtype)
+    num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device))
+    with told_if_full("making the cache", _cache_needs(room, num_blocks, torch.device(device))):
         storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     cache = KVCache(model.spec, storage, choose_backend(config.attention, storage))
     executor = None if make_executor is None else make_executor(cache)
     return Engine(model, cache, config, observer=observer, executor=executor)
 
 
-def _num_blocks(spec: KVSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> int:
+def room_of(model: WorldModel[InputsT, StateT, ResultT], config: EngineConfig, dtype: torch.dtype) -> Room:
+    state_bytes = model.max_state_bytes if isinstance(model, KeepsTensors) else 0
+    return Room.of(model.spec, config.block_size, dtype.itemsize, state_bytes)
+
+
+def _num_blocks(room: Room, config: EngineConfig, device: torch.device) -> int:
     """See `Room.num_blocks`."""
-    room = Room.of(spec, config.block_size, dtype.itemsize)
     if device.type not in ("cuda", "cpu"):  # meta: nothing is allocated
         return room.blocks_for(config.max_sessions or MAX_ON_CPU)
     return room.num_blocks(config.max_sessions, *memory_of(device), on_gpu=device.type == "cuda")
@@ -126,8 +130,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     return free, free
 
 
-def _cache_needs(spec: KVSpec, num_blocks: int, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    room = Room.of(spec, config.block_size, dtype.itemsize)
+def _cache_needs(room: Room, num_blocks: int, device: torch.device) -> str:
     text = f"{num_blocks} blocks are {gib(num_blocks * room.bytes_per_block)}, a session {gib(room.bytes_per_session)}"
     if device.type not in ("cuda", "cpu"):
         return text

@@ -36,6 +36,7 @@ from worldkv.engine.session import (
     TickInfo,
     TickReply,
 )
+from worldkv.engine.states import States
 from worldkv.engine.stats import Stats
 from worldkv.errors import EngineStopped, ModelError, SessionEnded
 from worldkv.kv.cache import KVCache
@@ -72,8 +73,13 @@ class EngineCore:
         self.names: dict[str, SessionHandle] = {}  # of open sessions
         self.snapshots: dict[SnapshotHandle, Snapshot] = {}
         self.ticks: list[Tick] = []  # the running ones, oldest first
-        self.admission = Admission(cache.spec, cache.pool.num_blocks, cache.storage.block_size)
-        self.residency = Residency(cache, self.admission, self.sessions.values(), self.on_host, self.touch, config)
+        states = States(model, cache)
+        self.admission = Admission(
+            cache.spec, cache.pool.num_blocks, cache.storage.block_size, states.blocks_per_session
+        )
+        self.residency = Residency(
+            cache, self.admission, states, self.sessions.values(), self.on_host, self.touch, config
+        )
         self.scheduler = Scheduler(config.limits(cache.spec))
         self.operations = Operations(self)
         self.stopping = False

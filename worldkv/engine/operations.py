@@ -239,7 +239,7 @@ class Operations:
     def _charge_snapshot(self, session: Session, answer: Future[object]) -> None:
         core = self._core
         kv, state = session.kv.snapshot(), session.state
-        num_blocks = kv.num_blocks
+        num_blocks = core.admission.blocks_of_snapshot(kv.num_blocks)
 
         def granted() -> None:
             num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)

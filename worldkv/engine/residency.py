@@ -16,6 +16,7 @@ from functools import partial
 from worldkv.engine.admission import Admission
 from worldkv.engine.config import EngineConfig
 from worldkv.engine.session import Session, Transfer
+from worldkv.engine.states import States
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.cache import KVCache
 from worldkv.kv.transfer import begin_park, begin_resume, finish_park, finish_resume
@@ -63,6 +64,7 @@ class Residency:
         self,
         cache: KVCache,
         admission: Admission,
+        states: States,
         sessions: Iterable[Session],
         on_host: Callable[[Callable[[], None], Done], None],
         touch: Callable[[Session], None],
@@ -70,6 +72,7 @@ class Residency:
     ) -> None:
         self._cache = cache
         self._admission = admission
+        self._states = states
         self._sessions = sessions
         self._on_host = on_host
         self._touch = touch
@@ -86,7 +89,7 @@ class Residency:
     @property
     def bytes_parked(self) -> int:
         """On the host, or on the way there."""
-        parked = sum(s.parked.num_bytes for s in self._sessions if s.parked is not None)
+        parked = sum(s.bytes_parked for s in self._sessions)
         return parked + sum(transfer.num_bytes for transfer in self._transfers)
 
     def settle(self) -> None:
@@ -115,15 +118,21 @@ class Residency:
             claim.end()
 
     def park(self, session: Session, done: Done = lambda _: None) -> None:
-        """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
+        """Begin to move an idle session to the host. Raises AdmissionRefused where host memory is full."""
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
             raise AdmissionRefused(self._host_is_full(num_bytes))
-        job = begin_park(self._cache, session.kv)
+        job, moved = begin_park(self._cache, session.kv), [session.state]
+
+        def copy() -> None:
+            job.copy()
+            with self._cache.storage.aside(job.mark):
+                moved[0] = self._states.to_host(session.state)
 
         def finish(error: Exception | None) -> None:
             if error is None:
-                session.parked = finish_park(self._cache, session.kv, job)
+                session.parked, session.state = finish_park(self._cache, session.kv, job), moved[0]
+                session.parked_state_bytes = self._states.num_bytes(session.state)
                 self._is_pinned_ahead = False
                 fields = {"event": "session_parked", "session": session.handle.session_id, "bytes": num_bytes}
                 logger.info("session %s parked: %d bytes", fields["session"], num_bytes, extra=fields)
@@ -135,7 +144,7 @@ class Residency:
             done(error)
 
         transfer = Transfer(finish, num_blocks_coming=session.num_blocks_charged, num_bytes=num_bytes)
-        self._begin(session, transfer, job.copy)
+        self._begin(session, transfer, copy)
 
     def refund(self, session: Session) -> None:
         """Give back the promise of its blocks."""
@@ -224,11 +233,18 @@ class Residency:
         except Exception as error:
             self._not_back(session, error)
             return
+        moved = [session.state]
+
+        def copy() -> None:
+            job.copy()
+            with self._cache.storage.aside(job.mark):
+                moved[0] = self._states.to_device(session.state)
 
         def finish(error: Exception | None) -> None:
             if error is None:
                 try:
                     finish_resume(self._cache, session.kv, job)
+                    session.state = moved[0]
                 except Exception as failure:
                     error = failure
             if error is not None:
@@ -237,7 +253,7 @@ class Residency:
                 return
             session.parked = None
 
-        self._begin(session, Transfer(finish), job.copy)
+        self._begin(session, Transfer(finish), copy)
 
     def _not_back(self, session: Session, error: Exception) -> None:
         """Leave it parked, and refuse the claims on it."""
@@ -267,7 +283,8 @@ class Residency:
         """Host memory that its copy takes."""
         host_bytes, branches = self._cache.storage.host_bytes, session.kv.branches.values()
         entries = {e.key: len(e.blocks) for b in branches for e in b.conditioning.values()}
-        return sum(host_bytes(len(b.table.blocks)) for b in branches) + sum(map(host_bytes, entries.values()))
+        kv = sum(host_bytes(len(b.table.blocks)) for b in branches) + sum(map(host_bytes, entries.values()))
+        return kv + self._states.num_bytes(session.state)
 
     def _pin_ahead(self) -> None:
         """Pin host memory for the next session to be parked, where one may be soon: no other one has room, or idle ones

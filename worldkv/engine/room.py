@@ -36,18 +36,20 @@ class Room:
     bytes_per_block: int
     blocks_per_session: int
     blocks_shared: int
+    state_bytes: int = 0  # that a session keeps beside its blocks
 
     @classmethod
-    def of(cls, spec: KVSpec, block_size: int, element_size: int) -> Room:
+    def of(cls, spec: KVSpec, block_size: int, element_size: int, state_bytes: int = 0) -> Room:
         return cls(
             spec.bytes_per_block(block_size, element_size),
             spec.blocks_per_session(block_size),
             spec.blocks_shared(block_size),
+            state_bytes,
         )
 
     @property
     def bytes_per_session(self) -> int:
-        return self.blocks_per_session * self.bytes_per_block
+        return self.blocks_per_session * self.bytes_per_block + self.state_bytes
 
     @property
     def bytes_shared(self) -> int:
@@ -56,17 +58,24 @@ class Room:
     def blocks_for(self, num_sessions: int) -> int:
         return num_sessions * self.blocks_per_session + self.blocks_shared
 
+    def bytes_for(self, num_sessions: int) -> int:
+        """Of the cache, and of what they keep beside it."""
+        return num_sessions * self.bytes_per_session + self.bytes_shared
+
     def blocks_in(self, num_bytes: int) -> int:
+        """All that fit; where sessions keep something beside them, those of whole sessions."""
+        if self.state_bytes:
+            return self.blocks_for(self.sessions_in(num_bytes))
         return max(0, num_bytes // self.bytes_per_block)
 
     def sessions_in(self, num_bytes: int) -> int:
-        return max(0, (self.blocks_in(num_bytes) - self.blocks_shared) // self.blocks_per_session)
+        return max(0, (num_bytes - self.bytes_shared) // self.bytes_per_session)
 
     def num_blocks(self, max_sessions: int | None, free: int, total: int, *, on_gpu: bool) -> int:
         """Of the cache for `max_sessions`. None is all that a GPU has free beside room to work in; on a host, what half
         of its free memory holds, at most MAX_ON_CPU sessions. Raises DoesNotFit."""
         if max_sessions is not None:
-            if self.blocks_for(max_sessions) * self.bytes_per_block > free:
+            if self.bytes_for(max_sessions) > free:
                 raise self._too_many(max_sessions, free, total, on_gpu)
             return self.blocks_for(max_sessions)
         usable = usable_on_gpu(free, total) if on_gpu else round(_HOST_SHARE * free)
@@ -79,7 +88,7 @@ class Room:
 
     def _too_many(self, num_sessions: int, free: int, total: int, on_gpu: bool) -> DoesNotFit:
         fit = self.sessions_in(usable_on_gpu(free, total) if on_gpu else free)
-        needed = gib(self.blocks_for(num_sessions) * self.bytes_per_block)
+        needed = gib(self.bytes_for(num_sessions))
         many = "one session needs" if num_sessions == 1 else f"{num_sessions} sessions need"
         advice = f"{fit} would fit" if fit else f"not one fits: try fp8 products (precision), {_WAYS_OUT}"
         where = f"{WORKSPACE:.0%} of the GPU's {gib(total)} are kept to work in" if on_gpu else "on this host"

@@ -75,11 +75,17 @@ class Session:
     state: object  # the model's own, an immutable value
     num_blocks_charged: int = 0
     tick: Tick | None = None  # in flight: waiting to begin, or running
-    parked: ParkedKV | None = None  # its history on the host; then it is charged nothing
+    parked: ParkedKV | None = None  # its history on the host, and its state; then it is charged nothing
+    parked_state_bytes: int = 0
     transfer: Transfer | None = None  # its K/V is being copied: nobody may touch it
     closed_for: str | None = None
     last_used: float = field(default_factory=time.monotonic)
     no_parking_before: float = 0.0  # seconds of time.monotonic; a copy failed a moment ago
+
+    @property
+    def bytes_parked(self) -> int:
+        """Of host memory."""
+        return 0 if self.parked is None else self.parked.num_bytes + self.parked_state_bytes
 
     @property
     def on_device(self) -> bool:
@@ -102,7 +108,7 @@ class Session:
         parked = self.parked
         kv = self.kv if parked is None else parked
         num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
-        num_bytes = 0 if parked is None else parked.num_bytes
+        num_bytes = self.bytes_parked
         return SessionInfo(num_chunks, self.kv.num_blocks, parked is not None, num_bytes, self.tick is not None)
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
+    import torch
+
     from worldkv.kv.branch import ForwardContext
     from worldkv.kv.cache import KVCache
     from worldkv.kv.conditioning import ConditioningEntry
@@ -151,6 +153,26 @@ class MakesReady(Protocol):
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         """What to call in turn on the engine's thread, before the first session opens, so that nothing is made
         afterwards."""
+        ...
+
+
+@runtime_checkable
+class KeepsTensors(Protocol[StateT]):
+    """A model whose sessions' states hold much of the device's memory: how far a decoder has come, say. The engine
+    charges each session and snapshot for it, and moves it to the host with the K/V of a parked session."""
+
+    @property
+    def max_state_bytes(self) -> int:
+        """The most that one session's takes there, with the copy that a tick in flight may roll back to."""
+        ...
+
+    def state_bytes(self, state: StateT) -> int:
+        """What this one takes."""
+        ...
+
+    def move_state(self, state: StateT, device: torch.device | str) -> StateT:
+        """The same with its tensors on `device`, bit for bit, once they are there. On any thread; the given one is not
+        changed, and is dropped by its owner."""
         ...
 
 

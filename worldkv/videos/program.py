@@ -7,7 +7,7 @@ What a session remembers (the words in force) is part of its state, so whatever 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,16 @@ class VideoMaker:
 
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         return self.model.ready_steps(cache, limits) if isinstance(self.model, MakesReady) else ()
+
+    @property
+    def max_state_bytes(self) -> int:
+        return self.model.max_state_bytes
+
+    def state_bytes(self, state: VideoState) -> int:
+        return self.model.state_bytes(state.model)
+
+    def move_state(self, state: VideoState, device: torch.device | str) -> VideoState:
+        return replace(state, model=self.model.move_state(state.model, device))
 
     def fake_inputs(self, first: bool) -> VideoRequest:
         return VideoRequest("a world that nobody sees" if first else None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from worldkv.device import moved
 from worldkv.errors import BadRequest
 from worldkv.models.causal_wan.config import CausalWanConfig
 from worldkv.models.wan.encoders import VAEStream
@@ -48,6 +49,20 @@ class State:
     num_blocks: int = 0  # denoised so far; given latents are none
     recent: torch.Tensor | None = None  # [C, frames, h, w], clean, as many as the window holds
     decoder: VAEStream | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of tensors."""
+        recent = 0 if self.recent is None else self.recent.numel() * self.recent.element_size()
+        return recent + (0 if self.decoder is None else self.decoder.num_bytes)
+
+    def to(self, device: torch.device | str) -> State:
+        """The same on another device, bit for bit."""
+        return replace(
+            self,
+            recent=None if self.recent is None else moved(self.recent, device),
+            decoder=None if self.decoder is None else self.decoder.to(device),
+        )
 
 
 def check_request(config: CausalWanConfig, request: BlockRequest, num_frames: int, num_steps: int) -> None:

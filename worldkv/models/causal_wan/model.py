@@ -83,6 +83,20 @@ class CausalWan:
     def new_state(self, old: State | None = None) -> State:
         return State()
 
+    @cached_property
+    def max_state_bytes(self) -> int:
+        """Twice: a tick in flight keeps what it may roll back to."""
+        dit, blocks, (height, width) = self.dit, self.config.blocks, self.config.latent_size
+        recent = blocks.held_frames * self.config.dit.out_dim * height * width * dit.dtype.itemsize
+        decoder = self.encoders.vae.decode_state_bytes((height, width)) if self.decodes else 0
+        return 2 * ((recent if self.recaches else 0) + decoder)
+
+    def state_bytes(self, state: State) -> int:
+        return state.num_bytes
+
+    def move_state(self, state: State, device: torch.device | str) -> State:
+        return state.to(device)
+
     def fake_inputs(self, first: bool) -> BlockRequest:
         """A prompt of few words."""
         tokens = np.zeros((1, self.config.dit.text_len), dtype=np.int64)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from worldkv.device import upload
+from worldkv.device import moved, upload
 from worldkv.models.checkpoints.modules import Progress, TensorReader, load_module
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused_vae import fuse_vae
@@ -41,6 +41,15 @@ class VAEStream:
 
     def copy(self) -> VAEStream:
         return VAEStream(self.num_latent_frames, list(self._tails))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tail.numel() * tail.element_size() for tail in self._tails if isinstance(tail, torch.Tensor))
+
+    def to(self, device: torch.device | str) -> VAEStream:
+        """The same on another device, bit for bit."""
+        tails = [moved(tail, device) if isinstance(tail, torch.Tensor) else tail for tail in self._tails]
+        return VAEStream(self.num_latent_frames, tails)
 
 
 class WanVAE:
@@ -75,6 +84,16 @@ class WanVAE:
 
     def new_decode_state(self) -> VAEStream:
         return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("decoder")))
+
+    def decode_state_bytes(self, latent_size: tuple[int, int]) -> int:
+        """What a stream takes, once some latent frames of these rows and columns were decoded. Computes shapes only."""
+        with torch.device("meta"):
+            module, _ = build_vae(self.sizes, "")
+            nn.Module.to(module, self.module.get_parameter("quant_conv.weight").dtype)  # diffusers' own one warns
+            shadow = WanVAE(module, self.sizes)
+            stream = shadow.new_decode_state()
+            shadow.decode_stream(stream, torch.empty(1, self.sizes.z_dim, 3, *latent_size))
+        return stream.num_bytes
 
     @torch.no_grad()
     def encode_stream(self, state: VAEStream, video: torch.Tensor) -> torch.Tensor:

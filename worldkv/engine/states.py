@@ -1,0 +1,34 @@
+"""What sessions keep on the device beside their K/V, where a model says that they do: charged, and moved with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worldkv.models.base import KeepsTensors
+
+if TYPE_CHECKING:
+    from worldkv.kv.cache import KVCache
+
+
+class States:
+    """Of one engine's model. Where it keeps nothing, nothing is charged, and nothing is moved."""
+
+    def __init__(self, model: object, cache: KVCache) -> None:
+        self._keeper = model if isinstance(model, KeepsTensors) else None
+        self._device = cache.storage.device
+        self._block_bytes = cache.storage.num_bytes // cache.storage.num_blocks
+
+    @property
+    def blocks_per_session(self) -> int:
+        """Blocks that take as much memory as one session's state at most."""
+        return 0 if self._keeper is None else -(-self._keeper.max_state_bytes // self._block_bytes)
+
+    def num_bytes(self, state: object) -> int:
+        return 0 if self._keeper is None else self._keeper.state_bytes(state)
+
+    def to_host(self, state: object) -> object:
+        """On any thread, and within `KVStorage.aside`: it waits for what made it."""
+        return state if self._keeper is None else self._keeper.move_state(state, "cpu")
+
+    def to_device(self, state: object) -> object:
+        return state if self._keeper is None else self._keeper.move_state(state, self._device)
