@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from worldkv.cli.errors import UsageError
+from worldkv.cli.families import add_video_options, options_of
 from worldkv.cli.numbers import power_of_two, real, whole
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import progress, spinner
@@ -51,8 +53,8 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def add_engine_options(command: argparse.ArgumentParser) -> None:
-    """What `load_app_for` reads, but for the checkpoint."""
+def add_engine_options(command: argparse.ArgumentParser, *, robots: bool = True, videos: bool = False) -> None:
+    """What `load_app_for` reads, but for the checkpoint; `robots`, `videos`: which families there may be."""
     group = command.add_argument_group("engine")
     add_device(group)
     group.add_argument(
@@ -71,11 +73,16 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a session's answers do not depend on who shares its batches, bit for bit; slower",
     )
+    if videos:
+        add_video_options(command)
+    if not robots:
+        add_base(group)
+        return
     add_robot_and_base(group)
     group.add_argument(
         "--steps",
-        default="8",
-        choices=("5", "6", "7", "8", "all", "dynamic"),
+        type=_steps,
+        choices=(5, 6, 7, 8, "all", "dynamic"),
         help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
     )
     group.add_argument(
@@ -121,6 +128,10 @@ def add_robot_and_base(group: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="the robot: a packaged one (see `worldkv embodiments`) or a yaml file of your own (the checkpoint's)",
     )
+    add_base(group)
+
+
+def add_base(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--base",
         type=Path,
@@ -220,7 +231,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> AnyApp:
+def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None, only_family: str | None = None) -> AnyApp:
     """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     from worldkv.cli.preflight import check_attention, check_engine_options, check_memory
@@ -240,24 +251,32 @@ def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None) -> 
         from worldkv.load import load_app, served_family
 
         checkpoint: Checkpoint | Path = arguments.checkpoint
-        if served_family(arguments.checkpoint) == "dreamzero":
+        family = served_family(arguments.checkpoint)
+        if only_family not in (None, family):
+            raise UsageError(f"--checkpoint: expected a model of {only_family}, {arguments.checkpoint} is of {family}")
+        own = options_of(arguments, family)
+        if family == "dreamzero":
             from worldkv.models.dreamzero.checkpoint import Checkpoint
 
             checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
             check_attention(arguments.attention, checkpoint, arguments.block_size, device, dtype)
             check_memory(checkpoint, arguments, device, dtype, max_sessions)
+        else:
+            own["base"] = arguments.base
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:
         return load_app(
             checkpoint,
             config,
-            embodiment=arguments.embodiment,
             device=device,
             dtype=dtype,
-            steps=int(arguments.steps) if arguments.steps.isdigit() else arguments.steps,
-            cfg_scale=arguments.cfg_scale,
             precision=arguments.precision,
             progress=step,
+            **own,
         )
+
+
+def _steps(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _bytes(gigabytes: float | None) -> int | None:

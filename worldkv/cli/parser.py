@@ -19,6 +19,7 @@ from worldkv.cli.errors import EXIT_CODES, UsageError
 COMMANDS = {
     "serve": "Serve a checkpoint to robots over websockets.",
     "demo": "See it work: a server, a robot with three cameras, actions, video and plots.",
+    "generate": "A video from words, block after block, as mp4; with other words from any second on.",
     "replay": "Run a recorded session, or a three-camera clip, through a checkpoint.",
     "doctor": "From a robot's side: reach a server, check what it expects and what you send, measure, report.",
     "top": "A server's sessions and blocks in a terminal, live.",

@@ -41,7 +41,7 @@ def check_engine_options(arguments: argparse.Namespace) -> None:
     for base in arguments.base:
         if not base.is_dir():
             raise UsageError(f"--base: expected a folder of a base Wan model, {base} {_state(base)}")
-    name = arguments.embodiment
+    name = getattr(arguments, "embodiment", None)
     if name is not None and (Path(name).suffix in (".yaml", ".yml") or Path(name).exists()):
         from worldkv.robots.embodiment_file import load_embodiment_file
 

@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--record-limit-gb", type=gigabytes, default=100.0, metavar="GB", help="record no more than that (100)"
     )
     _add_network(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, videos=True)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

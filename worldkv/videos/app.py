@@ -52,6 +52,7 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
     """
 
     speaks: ClassVar[str] = "videos"
+    frames_per_second: ClassVar[int] = FRAMES_PER_SECOND
 
     @cached_property
     def maker(self) -> VideoMaker:
@@ -69,6 +70,23 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
     def frames_per_block(self) -> int:
         """Pictures that a block lasts a viewer; a session's first has 3 fewer."""
         return 4 * self.maker.model.config.blocks.frames_per_block
+
+    @property
+    def frames_of_first_block(self) -> int:
+        return self.frames_per_block - 3
+
+    @property
+    def window_frames(self) -> int:
+        """Latent frames that a block sees at most, its own included."""
+        return self.maker.model.config.blocks.held_frames
+
+    @property
+    def most_frames(self) -> int | None:
+        """Pictures that a session can have, where nothing leaves its window; None: it has no end."""
+        if self.maker.model.config.blocks.window_frames != -1:
+            return None
+        num_blocks = self.window_frames // self.maker.model.config.blocks.frames_per_block
+        return self.frames_of_first_block + (num_blocks - 1) * self.frames_per_block
 
     @property
     def period_s(self) -> float:
