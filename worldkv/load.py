@@ -16,6 +16,7 @@ from worldkv.engine.core import Observer
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.engine.executor import Executor
 from worldkv.engine.room import MAX_ON_CPU, Room, free_on_host, gib, told_if_full, usable_on_gpu
+from worldkv.engine.sharing import SharedDevice
 from worldkv.errors import CheckpointError
 from worldkv.kv.cache import KVCache
 from worldkv.kv.storage import KVStorage
@@ -40,13 +41,15 @@ def load_engine(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     observer: Observer | None = None,
+    shared: SharedDevice | None = None,
     **options: Any,
 ) -> Engine[Any, Any, Any]:
     """A running engine for a checkpoint of any known family, without a robot around it.
 
     `checkpoint`: a folder, or a repository's id on the hub, see `models.hub`.
 
-    `options`: the family's own, see its `checkpoint.load`. Raises CheckpointError with everything that is wrong.
+    `shared`: of all engines that use `device`. `options`: the family's own, see its `checkpoint.load`. Raises
+    CheckpointError with everything that is wrong.
     """
     config = config or EngineConfig()
     check_name(config.attention)
@@ -56,7 +59,7 @@ def load_engine(
     folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
     with _told_if_weights_do_not_fit(folder, device):
         model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
-    return start_engine(model, config, device, dtype, observer=observer)
+    return start_engine(model, config, device, dtype, observer=observer, shared=shared)
 
 
 def load_app(checkpoint: Checkpoint | Path | str, config: EngineConfig | None = None, **options: Any) -> AnyApp:
@@ -96,6 +99,7 @@ def start_engine(
     dtype: torch.dtype,
     *,
     observer: Observer | None = None,
+    shared: SharedDevice | None = None,
     make_executor: Callable[[KVCache], Executor] | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size."""
@@ -105,7 +109,7 @@ def start_engine(
         storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     cache = KVCache(model.spec, storage, choose_backend(config.attention, storage))
     executor = None if make_executor is None else make_executor(cache)
-    return Engine(model, cache, config, observer=observer, executor=executor)
+    return Engine(model, cache, config, observer=observer, executor=executor, shared=shared)
 
 
 def room_of(model: WorldModel[InputsT, StateT, ResultT], config: EngineConfig, dtype: torch.dtype) -> Room:
@@ -156,6 +160,7 @@ def load_policy(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     observer: Observer | None = None,
+    shared: SharedDevice | None = None,
     **options: Any,
 ) -> Policy:
     """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down.
@@ -172,7 +177,7 @@ def load_policy(
     with _told_if_weights_do_not_fit(checkpoint.folder, device):
         model = load(checkpoint, device=device, dtype=dtype, tokenizer=tokenizer, **options)
     preparation = Preparation(robot, tokenizer)
-    engine = start_engine(RobotPolicy(model, preparation), config, device, dtype, observer=observer)
+    engine = start_engine(RobotPolicy(model, preparation), config, device, dtype, observer=observer, shared=shared)
     return Policy(engine, preparation, random_weights=checkpoint.random_weights)
 
 
@@ -183,6 +188,7 @@ def load_videos(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     observer: Observer | None = None,
+    shared: SharedDevice | None = None,
     **options: Unpack[causal_wan.Options],
 ) -> VideoApp:
     """An engine and the app that streams its videos; `VideoApp.engine` is the caller's to shut down.
@@ -194,7 +200,7 @@ def load_videos(
     with _told_if_weights_do_not_fit(folder, device):
         model = causal_wan.load(folder, device=device, dtype=dtype, **options)
     maker = VideoMaker(model, causal_wan.tokenizer_of(folder, model))
-    engine = start_engine(maker, config, device, dtype, observer=observer)
+    engine = start_engine(maker, config, device, dtype, observer=observer, shared=shared)
     return VideoApp(engine, random_weights=causal_wan.has_random_weights(folder))
 
 

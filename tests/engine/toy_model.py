@@ -160,11 +160,12 @@ def expected_average(visible: Sequence[float], prompt: int, branch: str) -> floa
 def make_toy_engine(
     model: ToyModel, *, block_size: int = 4, num_blocks: int | None = None, **options: Any
 ) -> Engine[ToyInputs, int | None, ToyResult]:
+    shared = options.pop("shared", None)
     config = EngineConfig(block_size=block_size, **options)
     if num_blocks is None:
         num_blocks = (config.max_sessions or 4) * model.spec.blocks_per_session(block_size)
     storage = KVStorage(model.spec, num_blocks, block_size, dtype=torch.float64)
-    return Engine(model, KVCache(model.spec, storage, ReferenceBackend()), config)
+    return Engine(model, KVCache(model.spec, storage, ReferenceBackend()), config, shared=shared)
 
 
 _SLOTS = torch.arange(1).numpy()

@@ -36,6 +36,7 @@ from worldkv.engine.session import (
     TickInfo,
     TickReply,
 )
+from worldkv.engine.sharing import SharedDevice
 from worldkv.engine.states import States
 from worldkv.engine.stats import Stats
 from worldkv.errors import EngineStopped, ModelError, SessionEnded
@@ -64,10 +65,17 @@ class EngineCore:
     """`run` it on a thread of its own."""
 
     def __init__(
-        self, model: Model, cache: KVCache, executor: Executor, config: EngineConfig, observer: Observer | None = None
+        self,
+        model: Model,
+        cache: KVCache,
+        executor: Executor,
+        config: EngineConfig,
+        observer: Observer | None = None,
+        device: SharedDevice | None = None,
     ) -> None:
         self.model, self.cache, self.config, self.executor = model, cache, config, executor
         self.observer = observer
+        self._device = device or SharedDevice()  # with nobody else
         self.inbox = Inbox()
         self.sessions: dict[SessionHandle, Session] = {}
         self.names: dict[str, SessionHandle] = {}  # of open sessions
@@ -103,11 +111,15 @@ class EngineCore:
         except BaseException as error:  # our own bug: say so, rather than hang every caller
             self.fault = error
             logger.exception("the engine's thread failed")
+        self._device.leave(self)
         self.operations.end_all()
 
     def step(self) -> None:
         """One turn: messages, who may begin, one batch."""
-        letters = self.inbox.take(0.0 if self._has_work() else _IDLE_TURN_S)
+        has_work = self._has_work()
+        if not has_work:
+            self._device.leave(self)
+        letters = self.inbox.take(0.0 if has_work else _IDLE_TURN_S)
         self.busy_since = time.monotonic()
         for letter in letters:
             self.operations.handle(letter)
@@ -115,9 +127,10 @@ class EngineCore:
         self.residency.settle()  # claims on room; a granted tick begins
         self.publish()
 
-        batch = self.scheduler.next_batch(self.ticks)
-        for tick, result in zip(batch, self._results(batch), strict=True):
-            self._advance(tick, result)
+        with self._device.turn(self, self.scheduler.due(self.ticks)):
+            batch = self.scheduler.next_batch(self.ticks)
+            for tick, result in zip(batch, self._results(batch), strict=True):
+                self._advance(tick, result)
         self.operations.park_idle()
         self.publish()
         self.busy_since = None

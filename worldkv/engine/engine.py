@@ -20,6 +20,7 @@ from worldkv.engine.config import EngineConfig
 from worldkv.engine.core import EngineCore, Model, Observer
 from worldkv.engine.executor import Executor, LocalExecutor
 from worldkv.engine.session import SessionHandle, SessionInfo, SnapshotHandle, TickInfo, TickReply
+from worldkv.engine.sharing import SharedDevice
 from worldkv.engine.stats import BlockMap, CacheCard, Stats, map_blocks
 from worldkv.errors import EngineStopped, SessionNotFound
 from worldkv.kv.cache import KVCache
@@ -52,6 +53,7 @@ class Engine(Generic[InputsT, StateT, ResultT]):
 
     `observer` is called on the engine's thread with (the session's K/V, a request, its result) after each request of a
     tick has run: for verifying and measuring. `executor`: where requests are computed; None is this process.
+    `shared`: of all engines that use one device; whoever is due first goes first.
     """
 
     def __init__(
@@ -62,12 +64,13 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         *,
         observer: Observer | None = None,
         executor: Executor | None = None,
+        shared: SharedDevice | None = None,
     ) -> None:
         self.model = model
         self.config = config or EngineConfig()
         untyped = cast("Model", model)  # to the core, inputs, states and results are objects
         executor = executor or LocalExecutor(untyped, cache, alone=self.config.batch_invariant)
-        self.core = EngineCore(untyped, cache, executor, self.config, observer)
+        self.core = EngineCore(untyped, cache, executor, self.config, observer, shared)
         self._stopping = False
         self._thread = threading.Thread(target=self.core.run, name="worldkv-engine", daemon=True)
         self._thread.start()

@@ -24,7 +24,7 @@ class Scheduler:
 
     def next_batch(self, ticks: Iterable[Tick]) -> list[Tick]:
         """Ticks whose requests run together now; empty when none waits. The one due first is always among them."""
-        waiting = sorted((t for t in ticks if t.request is not None and not isinstance(t.request, OnHost)), key=_due)
+        waiting = sorted(filter(_waits, ticks), key=_due)
         batch: list[Tick] = []
         size = 0
         for tick in waiting:
@@ -36,8 +36,16 @@ class Scheduler:
                 size = size_with_it
         return batch
 
+    def due(self, ticks: Iterable[Tick]) -> float | None:
+        """When the one that `next_batch` would serve first is due; None: nobody waits."""
+        return min((_due(tick)[0] for tick in ticks if _waits(tick)), default=None)
+
     def _most(self, request: Request | None) -> int:
         return self.limits.max_rows if isinstance(request, Forward) else self.limits.max_encodes
+
+
+def _waits(tick: Tick) -> bool:
+    return tick.request is not None and not isinstance(tick.request, OnHost)
 
 
 def _due(tick: Tick) -> tuple[float, int]:
