@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from causal import SIZE, random_folder
+from console_page import call
 from server_fakes import eventually, http_get
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from worldkv.engine.engine import EngineConfig
@@ -19,6 +21,7 @@ from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.videos.app import VideoApp
 from worldkv.videos.muxer import packed_jpegs
 
+__all__ = ["Block", "Viewer", "call", "expected", "same", "serving", "video_app", "viewer"]
 PATIENCE_S = 30.0
 
 
@@ -72,17 +75,29 @@ class Viewer:
         return Block(message, data)
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next message of that type; blocks before it are left aside."""
-        while True:
-            message = self.next()
-            if isinstance(message, dict):
-                assert message["type"] == kind, f"expected {kind}, got {message}"
-                return message
+        """The next message, which has to be of that type."""
+        message = self.next()
+        assert isinstance(message, dict), f"expected {kind}, got block {message.header}"
+        assert message["type"] == kind, f"expected {kind}, got {message}"
+        return message
+
+    def hear_after_blocks(self, kind: str) -> dict[str, Any]:
+        while isinstance(message := self.next(), Block):
+            pass
+        assert message["type"] == kind, message
+        return message
 
     def block(self) -> Block:
         message = self.next()
         assert isinstance(message, Block), f"expected a block, got {message}"
         return message
+
+    def close_code(self) -> int | None:
+        """Once the server has closed it, whatever it says before."""
+        with suppress(ConnectionClosed):
+            while True:
+                self.socket.recv(timeout=PATIENCE_S)
+        return self.socket.close_code
 
     def blocks(self, count: int) -> list[Block]:
         return [self.block() for _ in range(count)]

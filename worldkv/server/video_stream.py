@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from worldkv.errors import BadRequest, EngineStopped, SessionEnded, SessionNotFound, WorldKVError
-from worldkv.server.sessions import Asked, EndReason, owned
-from worldkv.server.video_worlds import MarkInfo, Place, World, Worlds
+from worldkv.server.sessions import Asked, owned
+from worldkv.server.video_moments import Event, fork, go_back, set_mark
+from worldkv.server.video_worlds import Place, World, Worlds
 from worldkv.videos.messages import (
     Fork,
     Mark,
@@ -47,7 +48,6 @@ _MAX_WAITING = 64  # messages for the next moment between two blocks
 _MAX_IDS = 16  # of prompts, for one block
 _NOT_STARTED = "nothing was started yet on this socket; `start` begins a world or attaches to one"
 
-Event = dict[str, object]
 logger = logging.getLogger(__name__)
 
 
@@ -184,11 +184,11 @@ class Stream:
             elif isinstance(message, Play | Pause):
                 await self._set_playing(isinstance(message, Play))
             elif isinstance(message, Mark):
-                await self._mark(world, message)
+                await self.outbox.put(await set_mark(self._service, self._worlds, world, message.name))
             elif isinstance(message, Seek):
-                await self._seek(world, message)
+                await self._seek(world, message.mark)
             elif isinstance(message, Fork):
-                await self._fork(world, message.count)
+                await self.outbox.put(await fork(self._service, self._worlds, world, message.count))
             elif isinstance(message, Stop):
                 await self._leave("it was asked for")
         except Exception as error:
@@ -211,10 +211,10 @@ class Stream:
         about = self._service.app.describe()
         told = {name: about[name] for name in ("width", "height", "frames_per_second", "frames_per_block")}
         event: Event = {"type": "started", "session_id": world.entry.public_id, **told}
-        event |= {"format": start.format, "pace": start.pace, "block": world.place.block, "pts": _pts(world)}
+        event |= {"format": start.format, "pace": start.pace, "block": world.place.block, "pts": world.pts}
         await self.outbox.put(event)
         if start.from_mark is not None:
-            await self._seek(world, Seek(start.from_mark))
+            await self._seek(world, start.from_mark)
 
     async def _entry(self, start: Start) -> Entry:
         """The session that is meant; a new one where words begin it. Raises SessionNotFound, SnapshotNotFound."""
@@ -248,49 +248,11 @@ class Stream:
             self._schedule.pause()
         await self.outbox.put({"type": "playing" if playing else "paused"})
 
-    async def _mark(self, world: World, message: Mark) -> None:
-        entry, snapshots = world.entry, self._service.snapshots
-        _require_history(world, "mark")
-        snapshots.require_room(self._owner)
-        snapshot = await self._service.sessions.ask(entry, entry.session.begin_snapshot)
-        entry.history.happened("a mark was set" + (f": {message.name}" if message.name else ""))
-        held = snapshots.add(self._owner, entry.public_id, snapshot)
-        self._worlds.marks[held] = MarkInfo(message.name, world.place, world.num_frames)
-        event: Event = {"type": "marked", "mark": held.snapshot_id, "name": message.name}
-        await self.outbox.put(event | {"block": world.place.block, "pts": _pts(world)})
-
-    async def _seek(self, world: World, message: Seek) -> None:
-        held, entry = self._service.snapshots.get(message.mark, self._owner), world.entry
-        info = self._worlds.marks.get(held)
-        entry.has_history = True
-        await self._service.sessions.ask(entry, entry.session.begin_restore, held.snapshot)
-        entry.history.happened(f"went back to a mark of {held.session_id}")
-        world.place = Place() if info is None else info.place
-        self._sought = message.mark
+    async def _seek(self, world: World, mark: str) -> None:
+        event = await go_back(self._service, self._worlds, world, mark)
+        self._sought = mark
         self._schedule.jump()
-        event: Event = {"type": "sought", "mark": message.mark, "name": "" if info is None else info.name}
-        await self.outbox.put(event | {"block": world.place.block, "pts": _pts(world)})
-
-    async def _fork(self, world: World, count: int) -> None:
-        """All of them, or none."""
-        sessions, entry, made = self._service.sessions, world.entry, []
-        _require_history(world, "fork")
-        try:
-            for _ in range(count):
-                name = owned(f"{entry.public_id[:80]}-fork-{uuid.uuid4().hex[:6]}", self._owner)
-                with sessions.kept(entry):
-                    made.append(await sessions.open(name, self._owner, entry.session))
-        except BaseException:
-            for fork in made:
-                await sessions.end(fork, EndReason.DELETED, "not all of its forks could be made")
-            raise
-        for fork in made:
-            fork.history.parent = entry.public_id
-            fork.history.happened(f"goes on from {entry.public_id}")
-            entry.history.happened(f"was forked to {fork.public_id}")
-            self._worlds.of(fork).place = world.place
-        event: Event = {"type": "forked", "sessions": [fork.public_id for fork in made]}
-        await self.outbox.put(event | {"block": world.place.block})
+        await self.outbox.put(event)
 
     # blocks
 
@@ -347,7 +309,7 @@ class Stream:
             "block": block.number,
             "first_frame": block.first_frame,
             "num_frames": num_frames,
-            "pts": _pts(world),
+            "pts": world.pts,
             "prompt": block.prompt,
             "applied": list(ids),
             "frames_recached": block.model.num_recached,
@@ -393,18 +355,8 @@ class Stream:
             await self._service.sessions.detach(self._connection, self._owner)
         if why is not None:
             event: Event = {"type": "stopped", "session_id": world.entry.public_id, "why": why}
-            await self.outbox.put(event | {"block": world.place.block, "done": self._frames_left is not None})
+            await self.outbox.put(event | {"block": world.place.block, "done": (self._frames_left or 1) <= 0})
 
     def _new_schedule(self, start: Start | None = None) -> Schedule:
         start = start or Start()
         return Schedule(start.pace, self._service.app.period_s, acknowledges=start.acknowledges)
-
-
-def _pts(world: World) -> float:
-    """Seconds, exact: sixteenths."""
-    return world.num_frames / FRAMES_PER_SECOND
-
-
-def _require_history(world: World, what: str) -> None:
-    if world.place.block is None and not world.entry.has_history:
-        raise BadRequest(f"type: there is nothing to {what} before the first block")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from worldkv.videos.program import FRAMES_PER_SECOND
 from worldkv.videos.reel import Reel
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class World:
     num_frames: int = 0
     stream: Stream | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def pts(self) -> float:
+        """Seconds of the timeline so far, exact: sixteenths."""
+        return self.num_frames / FRAMES_PER_SECOND
 
     def end(self) -> None:
         """Its session has ended."""
