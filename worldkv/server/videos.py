@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from worldkv.server.rest import Owner, Served
 from worldkv.server.sessions import owned
 from worldkv.server.video_stream import Made, Stream
 from worldkv.server.video_worlds import Worlds
-from worldkv.videos.dialects import Dialect, Native, Pictures
+from worldkv.videos.dialects import Dialect, Native, Pictures, Realtime
 from worldkv.videos.messages import parse
 from worldkv.videos.muxer import mp4_of, packed_jpegs
 from worldkv.videos.program import FRAMES_PER_SECOND
@@ -38,7 +38,7 @@ from worldkv.wire import CloseCode, close_code, normalise_session_id, public_err
 if TYPE_CHECKING:
     from worldkv.server.service import Service
 
-VIDEO_PATH = "/v1/video"
+_DIALECTS: Mapping[str, Callable[[], Dialect]] = {"/v1/video": Native, "/v1/realtime/video": Realtime}  # by path
 _KEY_WITHIN_S = 10.0
 _MAX_BAD = 100  # messages of one socket that made no sense
 
@@ -68,7 +68,7 @@ async def download_video(session_id: str, request: Request, owner: Owner, servic
 
 
 def add_videos(api: FastAPI, service: Service) -> None:
-    """`/v1/video`, and the download."""
+    """A socket a dialect, and the download."""
     worlds = api.state.worlds = Worlds(service.config.max_video_bytes)
 
     def socket(dialect: Callable[[], Dialect]) -> Callable[[WebSocket], Awaitable[None]]:
@@ -78,7 +78,7 @@ def add_videos(api: FastAPI, service: Service) -> None:
 
         return video
 
-    api.routes.append(WebSocketRoute(VIDEO_PATH, socket(Native)))
+    api.routes.extend(WebSocketRoute(path, socket(dialect)) for path, dialect in _DIALECTS.items())
     api.include_router(router)
 
 
