@@ -26,6 +26,7 @@ from worldkv.server.metrics import CONTENT_TYPE
 from worldkv.server.rest import API_VERSION, router
 from worldkv.server.robots import add_robots
 from worldkv.server.service import Service
+from worldkv.server.videos import add_videos
 
 if TYPE_CHECKING:
     from worldkv.app import AnyApp
@@ -34,7 +35,7 @@ _DRAIN_S = 5.0
 
 
 # What an app speaks -> what adds its sockets and operations to the server's own.
-WIRES: Mapping[str, Callable[[FastAPI, Service], None]] = {"robots": add_robots}
+WIRES: Mapping[str, Callable[[FastAPI, Service], None]] = {"robots": add_robots, "videos": add_videos}
 
 
 def create_app(app: AnyApp, config: ServerConfig) -> FastAPI:

@@ -5,6 +5,7 @@ Lives on the event loop, whose clock its times are on. A connection is any objec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class Asked:
 class Entry:
     """One open session. `connections`: all that have asked for it and are open; `left_by`: of which, those that have
     asked for another session since. `orphaned_since`: when the last one left. `last_used`: when the last request ended,
-    an operator's included."""
+    an operator's included. `at_end`: called once it has left the table."""
 
     session_id: str
     session: AnySession
@@ -46,6 +47,7 @@ class Entry:
     prompt: object = None
     owner: str = ""
     history: SessionHistory = field(default_factory=SessionHistory)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def public_id(self) -> str:

@@ -32,6 +32,7 @@ _LONGEST_SWEEP_PERIOD_S = 5.0
 _THREADS = 32  # for opening, resetting and closing sessions: short work that may wait for the forward under way
 _READERS = 8  # for messages: never behind what waits for a forward, nor behind pictures
 _PAINTERS = 2
+_ENCODERS = 4  # for what viewers are sent: a core each while they are busy
 _HEALTH_TIMEOUT_S = 2.0
 _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
 _SHUTDOWN_TEXT = "the server is shutting down"
@@ -58,6 +59,7 @@ class Service:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="worldkv-reader")
         self._painters = ThreadPoolExecutor(_PAINTERS, thread_name_prefix="worldkv-painter")
+        self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="worldkv-encoder")
         self._asking = threading.Lock()
         self._asked: Future[Health] | None = None
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="worldkv-health")
@@ -111,6 +113,10 @@ class Service:
     async def for_people(self, function: Callable[..., R], *args: object) -> R:
         """Draw something, off the event loop and out of the robots' way."""
         return await asyncio.get_running_loop().run_in_executor(self._painters, function, *args)
+
+    async def for_viewers(self, function: Callable[..., R], *args: object) -> R:
+        """Encode what a viewer waits for, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, function, *args)
 
     def start(self) -> None:
         """Begin to warm the app up, in the background."""
@@ -177,7 +183,7 @@ class Service:
         self._sweeper.cancel()
         if self.tracer is not None:
             self.tracer.close()
-        for pool in (self._threads, self._readers, self._painters, self._checks):
+        for pool in (self._threads, self._readers, self._painters, self._encoders, self._checks):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def _sweep_for_ever(self) -> None:

@@ -137,6 +137,8 @@ class SessionTable:
             self.ends.add(entry.owner, entry.session_id, End(text, entry.last_used, private_to))
         del self._entries[entry.session_id]
         self._leaving[entry.session_id] = entry
+        for tell in entry.at_end:
+            tell()
         self._metrics.sessions.set(len(self._entries))
         self._metrics.sessions_ended.labels(reason.value).inc()
         fields = {"event": "session_ended", "session": entry.session_id, "reason": reason.value}
