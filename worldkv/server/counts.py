@@ -12,9 +12,9 @@ from worldkv.errors import AdmissionRefused
 class PerKey:
     """Lives on the event loop. Things of one kind, `kind` in words, of which one key may have `limit` at once."""
 
-    def __init__(self, kind: str, limit: int, retry_after_ms: int | None = None) -> None:
-        """`retry_after_ms`: when one ends by itself; None: none does."""
-        self._retry_after_ms = retry_after_ms
+    def __init__(self, kind: str, limit: int, way_out: str) -> None:
+        """`way_out`: what its client can do. When one ends is not known, so no time to try again is told."""
+        self._way_out = way_out
         self._kind = kind
         self._limit = limit
         self._owner_of: dict[object, str] = {}
@@ -23,10 +23,8 @@ class PerKey:
     def add(self, thing: object, owner: str) -> None:
         """Raises AdmissionRefused where `owner` has as many as one key may."""
         if self._num_of[owner] >= self._limit:
-            refusal = f"{self._limit} {self._kind}, the most that one client may have; close one"
-            if self._retry_after_ms is None:
-                refusal += ": none closes by itself"
-            raise AdmissionRefused(refusal, self._retry_after_ms)
+            text = f"{self._limit} {self._kind}, the most that one client may have; {self._way_out}"
+            raise AdmissionRefused(text)
         self._owner_of[thing] = owner
         self._num_of[owner] += 1
 

@@ -29,6 +29,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.robots.schema import RobotContract
+from worldkv.server.ends import SHUTDOWN_TEXT
 from worldkv.server.http import owner_of
 from worldkv.server.memory import forget_frames
 from worldkv.server.names import in_env, owned
@@ -118,7 +119,7 @@ class Connection:
         await self._send(self._service.greeting)
         while (message := await self._next_message()) is not None:
             await self._serve(message)
-        await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
+        await self._close(CloseCode.GOING_AWAY, SHUTDOWN_TEXT)
 
     def _authorise(self) -> None:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
@@ -245,7 +246,8 @@ class Connection:
         self._service.metrics.errors.labels(code).inc()
         if self._serving:
             self._count("error")
-        is_ours = code == WorldKVError.code or (self._serving and close is CloseCode.INTERNAL)  # not a client's silence
+        is_late_or_worse = close in (CloseCode.INTERNAL, CloseCode.REQUEST_TIMED_OUT)
+        is_ours = code == WorldKVError.code or (self._serving and is_late_or_worse)  # not a client's silence
         level = logging.ERROR if is_ours else logging.WARNING
         fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
         logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)
