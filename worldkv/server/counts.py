@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 
 from worldkv.errors import AdmissionRefused
 
@@ -58,30 +57,3 @@ class Bucket:
 
     def give(self, tokens: float) -> None:
         self._left = min(self._left + tokens, self._size)
-
-
-class Turns:
-    """Lets one begin in each turn of the event loop, however many come: others have their turn in between."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False
-
-    async def begin(self) -> None:
-        """Wait for a turn, in the order of coming."""
-        loop = asyncio.get_running_loop()
-        if self._is_taken:
-            turn = loop.create_future()
-            self._waiting.append(turn)
-            await turn
-        else:
-            self._is_taken = True
-            loop.call_soon(self._next)
-
-    def _next(self) -> None:
-        while self._waiting and self._waiting[0].done():  # whose client has gone
-            self._waiting.popleft()
-        self._is_taken = bool(self._waiting)
-        if self._is_taken:
-            self._waiting.popleft().set_result(None)
-            asyncio.get_running_loop().call_soon(self._next)

@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.robots.schema import RobotContract
 from worldkv.server.ends import SHUTDOWN_TEXT
-from worldkv.server.http import owner_of
+from worldkv.server.http import owner_of, serve_first
 from worldkv.server.memory import forget_frames
 from worldkv.server.names import in_env, owned
 from worldkv.server.rest import Owner, Served
@@ -210,6 +210,7 @@ class Connection:
                     raise  # we were, at a shutdown that does not wait
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
         self._service.ticked(entry, reply)
+        serve_first(self._websocket)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
         return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details), request.encoding)
