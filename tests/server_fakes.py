@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from worldkv.engine.admission import Capacity
@@ -283,6 +284,21 @@ def receive(ws: ClientConnection, timeout: float = 10.0) -> Any:
 def ask(ws: ClientConnection, message: Any) -> Any:
     ws.send(message if isinstance(message, bytes) else pack(message))
     return receive(ws)
+
+
+def refusal(ws: ClientConnection, message: Any) -> tuple[str, int]:
+    """The text and the close code that answer `message`."""
+    text = ask(ws, message)
+    assert isinstance(text, str), "it was served"
+    return text, closing_code(ws)
+
+
+def closing_code(ws: ClientConnection) -> int:
+    with contextlib.suppress(ConnectionClosed):
+        ws.recv(timeout=5)
+        raise AssertionError("it was not closed")
+    assert ws.close_code is not None
+    return ws.close_code
 
 
 def http_get(port: int, path: str) -> tuple[int, str]:

@@ -154,7 +154,7 @@ class TestReplies:
             (errors.Unauthorised, 4401),
             (errors.EngineStopped, 1011),
             (errors.OutOfBlocks, 1011),
-            (errors.RequestTimedOut, 1011),
+            (errors.RequestTimedOut, 4504),
             (errors.WorldKVError, 1011),
         ],
     )

@@ -63,7 +63,9 @@ def test_a_waiting_tick_is_not_starved_by_ticks_that_came_later(engine: Engine) 
     waiting.add_done_callback(lambda _: order.append(sessions[2]))
     hold.set()
     waiting.result(10)
-    assert order.index(sessions[2]) <= 4, "it waits for the ticks under way, not for those after them"
+    before = order[: order.index(sessions[2])]  # one goes on while the other is copied, which takes as long as it takes
+    fewest = min(before.count(session) for session in sessions[:2])
+    assert fewest <= 2, "it waits for the ticks under way, not for those after them"
 
 
 def test_a_newcomer_does_not_take_the_room_that_a_tick_waits_for(engine: Engine) -> None:

@@ -137,6 +137,24 @@ def test_an_overview_holds_sessions_blocks_and_rows(server: PolicyServer) -> Non
     call(server, "DELETE", "sessions/arm")
 
 
+def test_a_session_that_the_engine_has_ended_is_left_out_and_the_page_goes_on(server: PolicyServer) -> None:
+    sessions, engine = server._service.sessions, server._service.app.engine
+    with PolicyClient(port=server.port, session_id="gone") as gone, PolicyClient(port=server.port) as stays:
+        gone.infer(observation(0))
+        stays.infer(observation(0))
+        with page(server) as socket:
+            assert len(hear(socket, "overview")["sessions"]) == 2
+            (entry,) = (entry for entry in sessions.of("") if entry.public_id == "gone")
+            engine.close(entry.session.handle, "the engine's own reasons").result(10)
+            for _ in range(2):
+                told = hear(socket, "overview")
+            assert [session["id"] for session in told["sessions"]] == [
+                entry.public_id for entry in sessions.of("") if entry.public_id != "gone"
+            ]
+            assert told["num_other_sessions"] == 0
+    call(server, "DELETE", "sessions/gone")
+
+
 def test_a_watched_session_shows_frames_actions_and_futures_and_nobody_keeps_them_after(server: PolicyServer) -> None:
     sessions = server._service.sessions
     with PolicyClient(port=server.port, session_id="left") as robot:

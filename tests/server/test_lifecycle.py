@@ -74,7 +74,7 @@ def test_waiting_for_warm_up_has_a_limit() -> None:
     policy = FakePolicy(warm=False)
     with serving(policy, until_ready=False, request_timeout_s=0.2) as server, raw_client(server.port) as ws:
         assert "request_timed_out: no answer within 0.2 s" in ask(ws, openpi_observation())
-        assert goodbye(ws)[0] == CloseCode.INTERNAL
+        assert goodbye(ws)[0] == CloseCode.REQUEST_TIMED_OUT
 
 
 def test_a_client_that_leaves_before_warm_up_is_done_leaves_nothing_behind() -> None:

@@ -59,9 +59,9 @@ def test_one_key_has_so_many_requests_at_once_and_others_do_not_suffer(monkeypat
                 each.start()
             eventually(lambda: len(parking) == 2)
             status, body, answered = call(server.port, "GET", "/v1/sessions", "ours")
-            assert (status, body["code"], answered["retry-after"]) == (429, "admission_refused", "1")
-            assert body["message"].startswith("2 requests are being served, the most that one client may have")
-            assert body["retry_after_ms"] == 1000
+            assert (status, body["code"]) == (429, "admission_refused")
+            assert body["message"].startswith("2 requests are being served, the most that one client may have; try")
+            assert (answered["retry-after"], body.get("retry_after_ms")) == (None, None), "nobody knows when one ends"
             assert call(server.port, "GET", "/v1/sessions", "theirs")[0] == 200, "another key's requests are counted"
             assert call(server.port, "GET", "/v1/sessions", "nobody's")[0] == 401
             assert http_get(server.port, "/healthz")[0] == 200
@@ -95,7 +95,7 @@ def test_a_socket_that_never_asks_is_told_and_closed_and_one_that_has_asked_may_
             with pytest.raises(ConnectionClosed) as closed:
                 ws.recv(timeout=5)
             assert closed.value.rcvd is not None
-            assert closed.value.rcvd.code == CloseCode.INTERNAL
+            assert closed.value.rcvd.code == CloseCode.REQUEST_TIMED_OUT
         told_of = [record for record in caplog.records if "no first request came" in record.getMessage()]
         assert [record.levelname for record in told_of] == ["WARNING"], "a client's silence is no fault of the server's"
         eventually(lambda: not server._service.sessions.of(""), 5)  # its session was idle for as long

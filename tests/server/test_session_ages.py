@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any
 
 import pytest
 from server_fakes import (
@@ -15,19 +14,12 @@ from server_fakes import (
     infer_message,
     openpi_observation,
     raw_client,
+    refusal,
     serving,
     told,
 )
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection
 
-
-def refused(ws: ClientConnection, message: Any) -> str:
-    text = ask(ws, message)
-    assert isinstance(text, str), "it was served"
-    with pytest.raises(ConnectionClosed):
-        ws.recv(timeout=5)
-    return text
+from worldkv.wire import CloseCode
 
 
 def retry_after_ms(text: str) -> int | None:
@@ -50,6 +42,40 @@ def test_a_socket_that_names_every_episode_anew_is_served_for_ever(kind: str) ->
         assert told(ask(ws, infer_message(**({"session_id": None} | name))))[0] == 2, "the one it is with lives"
 
 
+@pytest.mark.parametrize("how", ["closed", "left"])
+def test_a_session_lives_on_with_one_socket_where_another_was_closed_or_left_it(how: str) -> None:
+    with serving(FakePolicy(), session_grace_s=0.1) as server, raw_client(server.port) as second:
+        with raw_client(server.port) as first:
+            assert told(ask(second, infer_message("shared")))[0] == 1
+            assert told(ask(first, infer_message("shared")))[0] == 2
+            if how == "left":
+                ask(first, infer_message("other"))
+                time.sleep(0.3)
+        time.sleep(0.3)
+        assert told(ask(second, infer_message("shared")))[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("closed", "its connection was lost and nobody resumed it within 0.05 s (grace_over)"),
+        ("left", "its connection went on to other sessions and did not come back within 0.05 s (grace_over)"),
+    ],
+)
+def test_whoever_comes_back_too_late_is_told_once_and_why(how: str, why: str) -> None:
+    with serving(FakePolicy(), session_grace_s=0.05) as server, raw_client(server.port) as ws:
+        with raw_client(server.port) as first:
+            ask(first, infer_message("a"))
+            if how == "left":
+                ask(first, infer_message("b"))
+                eventually(lambda: 'reason="grace_over"} 1.0' in http_get(server.port, "/metrics")[1])
+        eventually(lambda: 'reason="grace_over"} ' in http_get(server.port, "/metrics")[1])
+        text, code = refusal(ws, infer_message("a"))
+        assert (code, f"session a has ended: {why}" in text) == (CloseCode.SESSION_NOT_FOUND, True), text
+        with raw_client(server.port) as ws:
+            assert told(ask(ws, infer_message("a")))[0] == 1
+
+
 @pytest.mark.parametrize("kind", ["session_id", "env_id"])
 def test_a_socket_that_drives_robots_in_turn_keeps_them_all(kind: str) -> None:
     policy = FakePolicy()
@@ -61,48 +87,33 @@ def test_a_socket_that_drives_robots_in_turn_keeps_them_all(kind: str) -> None:
             time.sleep(0.1)
 
 
-def test_a_session_that_one_socket_left_lives_while_another_is_with_it() -> None:
-    policy = FakePolicy()
-    with (
-        serving(policy, session_grace_s=0.1) as server,
-        raw_client(server.port) as first,
-        raw_client(server.port) as second,
-    ):
-        assert told(ask(second, infer_message("shared")))[0] == 1
-        assert told(ask(first, infer_message("shared")))[0] == 2
-        ask(first, infer_message("other"))
-        time.sleep(0.3)
-        assert told(ask(second, infer_message("shared")))[0] == 3
-
-
-def test_whoever_comes_back_too_late_to_what_it_left_is_told_once_and_why() -> None:
-    with serving(FakePolicy(), session_grace_s=0.05) as server:
-        with raw_client(server.port) as ws:
-            ask(ws, infer_message("a"))
-            ask(ws, infer_message("b"))
-            eventually(lambda: 'reason="grace_over"} 1.0' in http_get(server.port, "/metrics")[1])
-            text = refused(ws, infer_message("a"))
-            assert "its connection went on to other sessions and did not come back within 0.05 s (grace_over)" in text
-        with raw_client(server.port) as ws:
-            assert told(ask(ws, infer_message("a")))[0] == 1
-
-
 def test_the_session_of_a_socket_itself_ages_while_it_asks_for_others() -> None:
     policy = FakePolicy()
     with serving(policy, session_grace_s=0.05) as server, raw_client(server.port) as ws:
         ask(ws, openpi_observation())
         ask(ws, infer_message("named"))
         eventually(lambda: list(policy.live) == ["named"])
-        assert "has ended" in refused(ws, openpi_observation())
+        assert "has ended" in refusal(ws, openpi_observation())[0]
 
 
-def test_after_the_time_that_a_refusal_names_there_is_room() -> None:
-    with serving(FakePolicy(), session_grace_s=0.6, session_idle_s=30, max_sessions=3) as server:
+@pytest.mark.parametrize("how", ["closed", "left"])
+@pytest.mark.parametrize("full", ["its key", "the engine"])
+def test_after_the_time_that_a_refusal_names_there_is_room(full: str, how: str) -> None:
+    policy = FakePolicy(capacity=3 if full == "the engine" else 9)
+    most = 3 if full == "its key" else 9
+    with serving(policy, session_grace_s=0.6, session_idle_s=30, max_sessions=most) as server:
         with raw_client(server.port) as ws:
             for name in "abc":
                 ask(ws, infer_message(name))
                 time.sleep(0.1)
-            wait_ms = retry_after_ms(refused(ws, infer_message("d")))
+            if how == "left":
+                text, code = refusal(ws, infer_message("d"))
+        if how == "closed":
+            eventually(lambda: "worldkv_connections 0.0" in http_get(server.port, "/metrics")[1])
+            with raw_client(server.port) as ws:
+                text, code = refusal(ws, infer_message("d"))
+        wait_ms = retry_after_ms(text)
+        assert code == CloseCode.ADMISSION_REFUSED
         assert wait_ms is not None
         assert 100 < wait_ms <= 500, "`a` was left first"
         with raw_client(server.port) as ws:
@@ -116,7 +127,7 @@ def test_the_idle_time_counts_where_it_comes_first() -> None:
             ask(ws, infer_message("a"))
         eventually(lambda: "worldkv_connections 0.0" in http_get(server.port, "/metrics")[1])
         with raw_client(server.port) as ws:
-            wait_ms = retry_after_ms(refused(ws, infer_message("b")))
+            wait_ms = retry_after_ms(refusal(ws, infer_message("b"))[0])
         assert wait_ms is not None
         assert wait_ms <= 500
         time.sleep(wait_ms / 1e3)
@@ -130,7 +141,7 @@ def test_no_time_is_promised_where_every_session_has_its_client(full: str) -> No
     config = {"max_sessions": 1} if full == "its key" else {}
     with serving(policy, **config) as server, raw_client(server.port) as ws, raw_client(server.port) as other:
         ask(ws, infer_message("a"))
-        text = refused(other, infer_message("b"))
+        text = refusal(other, infer_message("b"))[0]
         assert retry_after_ms(text) is None
         assert "no session will make room by itself" in text
         assert told(ask(ws, infer_message("a")))[0] == 2

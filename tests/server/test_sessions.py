@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from typing import Any
@@ -11,33 +10,20 @@ import pytest
 from server_fakes import (
     FakePolicy,
     ask,
+    closing_code,
     eventually,
     http_get,
     infer_message,
     openpi_observation,
     raw_client,
     receive,
+    refusal,
     serving,
     told,
 )
-from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from worldkv.wire import CloseCode, pack
-
-
-def refusal(ws: ClientConnection, message: Any) -> tuple[str, int]:
-    """The text and the close code that answer `message`."""
-    text = ask(ws, message)
-    assert isinstance(text, str), text
-    return text, closing_code(ws)
-
-
-def closing_code(ws: ClientConnection) -> int:
-    with pytest.raises(ConnectionClosed) as closed:
-        ws.recv(timeout=5)
-    assert closed.value.rcvd is not None
-    return closed.value.rcvd.code
 
 
 def test_a_connection_s_session_ends_with_it() -> None:
@@ -87,30 +73,6 @@ def test_a_named_session_whose_socket_was_lost_in_a_tick_finishes_it() -> None:
         eventually(lambda: policy.live["robot"].num_ticks == 1)
         with raw_client(server.port) as ws:
             assert told(ask(ws, infer_message("robot")))[0] == 2
-
-
-def test_a_named_session_ends_after_its_grace_time_and_its_client_is_told_once() -> None:
-    policy = FakePolicy()
-    with serving(policy, session_grace_s=0.1) as server:
-        with raw_client(server.port) as ws:
-            ask(ws, infer_message("robot"))
-        eventually(lambda: not policy.live)
-        with raw_client(server.port) as ws:
-            text, code = refusal(ws, infer_message("robot"))
-        assert code == CloseCode.SESSION_NOT_FOUND
-        assert "session robot has ended: its connection was lost and nobody resumed it within 0.1 s" in text
-        with raw_client(server.port) as ws:
-            assert told(ask(ws, infer_message("robot")))[0] == 1
-
-
-def test_grace_time_does_not_run_while_another_socket_uses_the_session() -> None:
-    policy = FakePolicy()
-    with serving(policy, session_grace_s=0.1) as server, raw_client(server.port) as second:
-        with raw_client(server.port) as first:
-            ask(first, infer_message("robot"))
-            ask(second, infer_message("robot"))
-        time.sleep(0.3)
-        assert told(ask(second, infer_message("robot")))[0] == 3
 
 
 @pytest.mark.parametrize("how", ["endpoint", "key"])
@@ -216,20 +178,6 @@ def test_two_sockets_that_bring_the_same_new_id_share_one_session() -> None:
         assert policy.arrived.acquire(timeout=5)
         eventually(lambda: 'worldkv_errors_total{code="session_busy"} 1.0' in http_get(server.port, "/metrics")[1])
         assert list(policy.live) == ["new"]
-
-
-def test_what_does_not_fit_is_refused_with_the_time_to_wait() -> None:
-    policy = FakePolicy(capacity=1)
-    with serving(policy, session_grace_s=20) as server:
-        with raw_client(server.port) as ws:
-            ask(ws, infer_message("first"))
-        eventually(lambda: "worldkv_connections 0.0" in http_get(server.port, "/metrics")[1])
-        with raw_client(server.port) as ws:
-            text, code = refusal(ws, infer_message("second"))
-    assert code == CloseCode.ADMISSION_REFUSED
-    retry = re.search(r"retry_after_ms=(\d+)", text)
-    assert retry is not None
-    assert 15_000 < int(retry[1]) <= 20_000, "the abandoned session's grace time is what one waits for"
 
 
 def test_a_client_with_a_new_id_per_episode_is_served_for_ever_if_it_resets() -> None:

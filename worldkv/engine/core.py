@@ -166,7 +166,7 @@ class EngineCore:
         self.touch(session)
         end = partial(self.finish, tick)
         begin = partial(self._begin, tick)
-        claim = Claim("another session", 0, begin, lambda e: end(error=e), session, is_tick=True, since=tick.submitted)
+        claim = Claim("a tick", begin, lambda e: end(error=e), session, is_tick=True, since=tick.submitted)
         self.residency.claims.append(claim)
 
     def _begin(self, tick: Tick) -> None:

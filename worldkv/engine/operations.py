@@ -1,7 +1,9 @@
 """The core's answer to each message, between two batches. Engine thread only.
 
 Operators' requests (snapshot, restore, fork, park) want a session without a tick, and wait their turn. An operation
-that needs blocks, or a session on the device, stakes a claim and goes on when the claim is granted.
+that needs blocks, or a session on the device, stakes a claim and goes on when the claim is granted. K/V are frozen then
+and not before, so that no block is held that was not charged: where room has to be made first, ticks that begin
+meanwhile belong to the history.
 """
 
 from __future__ import annotations
@@ -147,11 +149,10 @@ class Operations:
         session: Session,
         answer: Future[object],
         *,
-        keep: Session | None = None,
+        parent: Session | None = None,
         fill: Callable[[], None] = lambda: None,
-        unused: Callable[[], None] = lambda: None,
     ) -> None:
-        """Charge a new session, `fill` it, and hand it out. `unused` is called, safe twice, where that fails."""
+        """Charge a new session, `fill` it while its parent rests on the device, and hand it out."""
         core = self._core
         num_blocks = core.admission.blocks_per_session
 
@@ -165,16 +166,16 @@ class Operations:
                 return
             core.sessions[session.handle] = session
             core.touch(session)
+            if parent is not None:
+                core.touch(parent)
             core.answer(answer, session.handle)
 
         def refused(error: Exception) -> None:
-            unused()
             session.kv.close()
             del core.names[session.handle.session_id]
             core.answer(answer, error=error)
 
-        kept = () if keep is None else (keep,)
-        core.residency.claims.append(Claim("another session", num_blocks, granted, refused, keep=kept))
+        core.residency.claims.append(Claim("another session", granted, refused, parent, lambda: num_blocks))
 
     def _submit(self, message: m.Submit, answer: Future[object]) -> None:
         session = self._find(message.session)
@@ -187,7 +188,6 @@ class Operations:
         self._end_ticks(session, "was reset")
         for letter in self.turns.next_letters(session.handle):  # they were asked for before
             self._do(letter)
-        core.residency.settle()
 
         def forget() -> None:
             session.parked = None
@@ -233,25 +233,19 @@ class Operations:
     # histories
 
     def _take_snapshot(self, message: m.TakeSnapshot, answer: Future[object]) -> None:
-        session = self._find(message.session)
-        self._on_device(session, answer, lambda: self._charge_snapshot(session, answer))
-
-    def _charge_snapshot(self, session: Session, answer: Future[object]) -> None:
-        core = self._core
-        kv, state = session.kv.snapshot(), session.state
-        num_blocks = core.admission.blocks_of_snapshot(kv.num_blocks)
+        session, core = self._find(message.session), self._core
+        charge = core.admission.blocks_of_snapshot
 
         def granted() -> None:
-            num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
-            handle = SnapshotHandle(core.new_serial(), num_chunks, num_blocks)
-            core.snapshots[handle] = Snapshot(handle, kv, state)
+            kv = session.kv.snapshot()
+            handle = SnapshotHandle(core.new_serial(), session.kv.num_chunks, charge(kv.num_blocks))
+            core.snapshots[handle] = Snapshot(handle, kv, session.state)
+            core.touch(session)
             core.answer(answer, handle)
 
-        def refused(error: Exception) -> None:
-            kv.release()
-            core.answer(answer, error=error)
-
-        core.residency.claims.append(Claim("a snapshot", num_blocks, granted, refused, keep=(session,)))
+        core.residency.claims.append(
+            Claim("a snapshot", granted, partial(self._end, answer), session, lambda: charge(session.kv.num_held()))
+        )
 
     def _restore(self, message: m.Restore, answer: Future[object]) -> None:
         session = self._find(message.session)
@@ -284,20 +278,17 @@ class Operations:
             self._admit(fork, answer, fill=from_snapshot)
             return
         parent = self._find(message.source)
+        fork = self._new(message.session_id)
 
-        def go_on() -> None:
-            fork, frozen, state = self._new(message.session_id), parent.kv.snapshot(), parent.state
+        def from_parent() -> None:
+            frozen = parent.kv.snapshot()
+            try:
+                fork.kv.restore(frozen)
+            finally:
+                frozen.release()
+            fork.state = parent.state
 
-            def from_parent() -> None:
-                try:
-                    fork.kv.restore(frozen)
-                finally:
-                    frozen.release()
-                fork.state = state
-
-            self._admit(fork, answer, keep=parent, fill=from_parent, unused=frozen.release)
-
-        self._on_device(parent, answer, go_on)
+        self._admit(fork, answer, parent=parent, fill=from_parent)
 
     def _release(self, message: m.Release, answer: Future[object]) -> None:
         snapshot = self._core.snapshots.pop(message.snapshot, None)
@@ -341,8 +332,7 @@ class Operations:
             except Exception as error:
                 self._core.answer(answer, error=error)
 
-        refused = partial(self._end, answer)
-        claim = Claim("another session", 0, granted, refused, session, bring_back, keep=(session,))
+        claim = Claim("a session", granted, partial(self._end, answer), session, bring_back=bring_back)
         self._core.residency.claims.append(claim)
 
     def _end(self, answer: Future[object], error: Exception | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,18 +32,19 @@ Done = Callable[[Exception | None], None]
 class Claim:
     """Somebody waits for blocks, and perhaps for a session to be on the device.
 
-    `granted` is called with the blocks charged. `is_tick`: it waits for other ticks to end, and newcomers leave room
-    for it. `keep`: not parked for it. `since`, in seconds of time.perf_counter.
+    `granted` is called with the blocks charged, while no tick of `session` runs. `num_blocks` counts, each time there
+    may be room, those wanted beside the session's own: ticks go on meanwhile. `is_tick`: it waits for other ticks to
+    end, and newcomers leave room for it. `since`, in seconds of time.perf_counter.
     """
 
-    what: str
-    num_blocks: int  # 0: only the session's own, if it has none
+    what: str  # takes `num_blocks`, in words
     granted: Callable[[], None]
     refused: Callable[[Exception], None]
-    session: Session | None = None  # to be brought to the device
+    session: Session | None = None  # to be brought to the device; it is not parked for this claim
+    num_blocks: Callable[[], int] = lambda: 0
     bring_back: bool = True  # its parked K/V is copied back; else only its blocks are charged
     is_tick: bool = False
-    keep: Collection[Session] = ()
+    may_wait: bool = True  # for room beside the session's own; else it is refused where there is none
     since: float = field(default_factory=time.perf_counter)
     afterwards: list[Callable[[], None]] = field(default_factory=list)  # called once it was granted or refused
 
@@ -102,20 +103,37 @@ class Residency:
 
     def _look_at_claims(self) -> None:
         for claim in list(self.claims):
-            if claim not in self.claims:  # it has ended meanwhile
-                continue
-            needed = self._needed(claim)
-            if needed is None or not self._has_room_for(claim, needed):
-                continue
-            self._admission.num_charged += needed
-            if claim.session is not None:
-                claim.session.num_blocks_charged += needed
-            if claim.session is not None and claim.bring_back and claim.session.parked is not None:
-                self._bring_back(claim.session)
-                continue
-            self.claims.remove(claim)
-            claim.granted()
-            claim.end()
+            if claim in self.claims and self._is_ready(claim):  # else it has ended meanwhile, or waits
+                num_blocks = claim.num_blocks()
+                if self._has_room_for(claim, num_blocks, claim.what, may_wait=claim.may_wait):
+                    self._admission.num_charged += num_blocks
+                    self.claims.remove(claim)
+                    claim.granted()
+                    claim.end()
+
+    def _is_ready(self, claim: Claim) -> bool:
+        """True if its session is charged, is where it has to be and rests. Otherwise it will be, or it was refused."""
+        session = claim.session
+        if session is None:
+            return True
+        if session.transfer is not None or session.runs or self._waits_behind_another(claim):
+            return False
+        if not session.num_blocks_charged:
+            if not self._has_room_for(claim, self._admission.blocks_per_session, "another session"):
+                return False
+            self._admission.num_charged += self._admission.blocks_per_session
+            session.num_blocks_charged = self._admission.blocks_per_session
+        if claim.bring_back and session.parked is not None:
+            self._bring_back(session)
+            return False
+        return True
+
+    def _waits_behind_another(self, claim: Claim) -> bool:
+        """What operators ask of one session is done in order. Its robot's ticks do not wait for what wants room."""
+        if claim.is_tick:
+            return False
+        before = self.claims[: self.claims.index(claim)]
+        return any(other.session is claim.session and not other.is_tick for other in before)
 
     def park(self, session: Session, done: Done = lambda _: None) -> None:
         """Begin to move an idle session to the host. Raises AdmissionRefused where host memory is full."""
@@ -152,8 +170,13 @@ class Residency:
         session.num_blocks_charged = 0
 
     def after_claims(self, session: Session, change: Callable[[], None]) -> None:
-        """Call `change` once those who have a claim on this session have had it, and no copy of it is under way."""
+        """Call `change` once those who have a claim on this session have had it, and no copy of it is under way. They
+        wait no more for room that others have."""
         claims = [claim for claim in self.claims if claim.session is session]
+        for claim in claims:
+            claim.may_wait = False
+        self.settle()
+        claims = [claim for claim in claims if claim in self.claims]
         if claims:
             claims[-1].afterwards.append(partial(session.when_settled, change))
         else:
@@ -169,17 +192,7 @@ class Residency:
             self.claims.remove(claim)
             claim.refuse(error)
 
-    def _needed(self, claim: Claim) -> int | None:
-        """Blocks to charge for it now; None: not yet, since its session is being copied, or ticks."""
-        session = claim.session
-        if session is None:
-            return claim.num_blocks
-        ticks = session.tick is not None and session.tick.program is not None
-        if session.transfer is not None or ticks:
-            return None
-        return 0 if session.num_blocks_charged else self._admission.blocks_per_session
-
-    def _has_room_for(self, claim: Claim, needed: int) -> bool:
+    def _has_room_for(self, claim: Claim, needed: int, what: str, *, may_wait: bool = True) -> bool:
         """True if its blocks can be promised now. Otherwise others are being parked, or the claim waits for running
         ticks, or it was refused."""
         if needed == 0:
@@ -188,12 +201,12 @@ class Residency:
         if wanted <= self._admission.num_free:
             return True
         trouble = self._make_room(claim, wanted)
-        if wanted <= self._admission.num_free + self._num_coming():
+        if may_wait and wanted <= self._admission.num_free + self._num_coming():
             return False
         if claim.is_tick and (self._transfers or (self._config.park_when_full and self._somebody_runs())):
             return False
         self.claims.remove(claim)
-        claim.refuse(self._admission.refusal(needed, claim.what, self._kept_from(claim), trouble))
+        claim.refuse(self._admission.refusal(needed, what, self._kept_from(claim), trouble))
         return False
 
     def _kept_from(self, claim: Claim) -> int:
@@ -215,7 +228,7 @@ class Residency:
         while self._config.park_when_full and wanted > self._admission.num_free + self._num_coming():
             now = time.monotonic()
             idle = [s for s in self._sessions if s.idles(claim.since) and s.no_parking_before < now]
-            idle = [s for s in idle if s is not claim.session and s not in claim.keep]
+            idle = [s for s in idle if s is not claim.session]
             if not idle:
                 break
             try:

@@ -92,6 +92,11 @@ class Session:
         """Whether a tick can begin now."""
         return self.transfer is None and self.parked is None and self.num_blocks_charged > 0
 
+    @property
+    def runs(self) -> bool:
+        """Whether a tick of it has begun."""
+        return self.tick is not None and self.tick.program is not None
+
     def idles(self, since: float) -> bool:
         """True if it may be parked: it has no running tick, and none submitted before `since` (time.perf_counter)."""
         waits = self.tick is not None and self.tick.program is None and self.tick.submitted > since

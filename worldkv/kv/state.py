@@ -212,6 +212,14 @@ class KVState:
         """Blocks of history, those shared with snapshots and forks included."""
         return sum(len(state.table.blocks) for state in self.branches.values())
 
+    def num_held(self) -> int:
+        """Blocks that a snapshot taken now would hold. Raises what `snapshot` raises."""
+        frozen = self.snapshot()
+        try:
+            return frozen.num_blocks
+        finally:
+            frozen.release()
+
     def layer_kv(self, branch: str, layer: int) -> tuple[Any, Any]:
         """Copies of a branch's committed K and V of one layer, [tokens, heads, head_dim] in temporal order."""
         state, size = self.branches[branch], self.cache.spec.chunk_size

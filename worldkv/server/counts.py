@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 
 from worldkv.errors import AdmissionRefused
 
@@ -12,9 +11,9 @@ from worldkv.errors import AdmissionRefused
 class PerKey:
     """Lives on the event loop. Things of one kind, `kind` in words, of which one key may have `limit` at once."""
 
-    def __init__(self, kind: str, limit: int, retry_after_ms: int | None = None) -> None:
-        """`retry_after_ms`: when one ends by itself; None: none does."""
-        self._retry_after_ms = retry_after_ms
+    def __init__(self, kind: str, limit: int, way_out: str) -> None:
+        """`way_out`: what its client can do. When one ends is not known, so no time to try again is told."""
+        self._way_out = way_out
         self._kind = kind
         self._limit = limit
         self._owner_of: dict[object, str] = {}
@@ -23,10 +22,8 @@ class PerKey:
     def add(self, thing: object, owner: str) -> None:
         """Raises AdmissionRefused where `owner` has as many as one key may."""
         if self._num_of[owner] >= self._limit:
-            refusal = f"{self._limit} {self._kind}, the most that one client may have; close one"
-            if self._retry_after_ms is None:
-                refusal += ": none closes by itself"
-            raise AdmissionRefused(refusal, self._retry_after_ms)
+            text = f"{self._limit} {self._kind}, the most that one client may have; {self._way_out}"
+            raise AdmissionRefused(text)
         self._owner_of[thing] = owner
         self._num_of[owner] += 1
 
@@ -60,30 +57,3 @@ class Bucket:
 
     def give(self, tokens: float) -> None:
         self._left = min(self._left + tokens, self._size)
-
-
-class Turns:
-    """Lets one begin in each turn of the event loop, however many come: others have their turn in between."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_taken = False
-
-    async def begin(self) -> None:
-        """Wait for a turn, in the order of coming."""
-        loop = asyncio.get_running_loop()
-        if self._is_taken:
-            turn = loop.create_future()
-            self._waiting.append(turn)
-            await turn
-        else:
-            self._is_taken = True
-            loop.call_soon(self._next)
-
-    def _next(self) -> None:
-        while self._waiting and self._waiting[0].done():  # whose client has gone
-            self._waiting.popleft()
-        self._is_taken = bool(self._waiting)
-        if self._is_taken:
-            self._waiting.popleft().set_result(None)
-            asyncio.get_running_loop().call_soon(self._next)

@@ -20,6 +20,7 @@ _REMEMBERED = 4096
 _SHOWN = 50
 _FILTER_BITS = 1 << 24  # 2 MiB, once it is needed
 _NUM_HASHES = 11  # the best for 16 bits an id: a million of them
+SHUTDOWN_TEXT = "the server is shutting down"
 _LONG_AGO = "so long ago that the reason is forgotten"
 
 

@@ -46,6 +46,7 @@ class Gate:
         self._num_of: Counter[str] = Counter()
         self.num_open = 0
         self._strangers: dict[object, _Accepted] = {}  # by both ends, the oldest first
+        self.last: set[int] = set()  # numbers of files that wait for robots: see `turns`
         self._words = Bucket(10, 0.2)  # for the log
         self._spare: int | None = None  # a file that is given up to refuse somebody when there are no more
 
@@ -64,6 +65,7 @@ class Gate:
         newcomer.counted_as = origin
         newcomer.ends = (newcomer.getsockname(), address)
         self._strangers[newcomer.ends] = newcomer
+        self.last.add(newcomer.fileno())
         if self._tls:
             newcomer.handshake = asyncio.get_running_loop().call_later(self._silent_s, newcomer.hang_up)
         return None
@@ -77,6 +79,10 @@ class Gate:
     def has_asked(self, transport: asyncio.BaseTransport) -> None:
         """It is no stranger from now on. Safe twice."""
         self._strangers.pop(_ends(transport), None)
+
+    def serve_first(self, transport: asyncio.BaseTransport) -> None:
+        """It is a robot's: others wait for it from now on."""
+        self.last.discard(transport.get_extra_info("socket").fileno())
 
     def leave(self, accepted: _Accepted) -> None:
         """Safe twice, and for who was not counted."""
@@ -151,6 +157,7 @@ class GatedSocket(socket.socket):
         gated = cls(listening.family, listening.type, listening.proto, listening.detach())
         gated.gate = gate
         gated.port = int(gated.getsockname()[1])
+        gate.last.add(gated.fileno())
         gate.keep_spare()
         return gated
 
@@ -186,6 +193,7 @@ class _Accepted(socket.socket):
 
     def close(self) -> None:
         self.gate.leave(self)
+        self.gate.last.discard(self.fileno())
         super().close()
 
     def hang_up(self) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from worldkv.errors import AdmissionRefused, BadRequest, MessageTooLarge, Unauthorised, WorldKVError
-from worldkv.server.counts import Turns
+from worldkv.server.turns import Turns
 from worldkv.wire import public_error
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 64 * 1024
 HEALTH_PATH = "/healthz"  # says one word, and is asked by probes under any name: the only one without a check of `Host`
 KNOWN_SENDER = "worldkv.known_sender"  # ASGI extension of a websocket: a function without arguments
+SERVE_FIRST = "worldkv.serve_first"  # likewise
 _KEYED = "/v1/"
 
 
@@ -75,9 +76,18 @@ def require_own_page(connection: HTTPConnection, service: Service) -> None:
 
 def sender_is_known(connection: HTTPConnection) -> None:
     """From now on a websocket may send long messages, where the web server keeps strangers' short."""
-    trust = connection.scope.get("extensions", {}).get(KNOWN_SENDER)
-    if trust is not None:
-        trust()
+    _tell(connection, KNOWN_SENDER)
+
+
+def serve_first(connection: HTTPConnection) -> None:
+    """From now on, where the web server can: a robot's websocket is read before others."""
+    _tell(connection, SERVE_FIRST)
+
+
+def _tell(connection: HTTPConnection, extension: str) -> None:
+    tell = connection.scope.get("extensions", {}).get(extension)
+    if tell is not None:
+        tell()
 
 
 def error_response(service: Service, request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ Each is a class of uvicorn's, told less than the application would stand. Whoeve
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -18,11 +19,12 @@ from websockets.frames import Frame
 
 from worldkv.server.counts import Bucket
 from worldkv.server.gate import Gate
-from worldkv.server.http import KNOWN_SENDER, MAX_BODY_BYTES
+from worldkv.server.http import KNOWN_SENDER, MAX_BODY_BYTES, SERVE_FIRST
+from worldkv.server.turns import FairSelector
 
 _STRANGERS_BYTES = 16 * 1024  # of a message, while nobody knows who sends
-_SLICE = 4096  # bytes that are parsed before limits are looked at: 682 empty frames
-_FRAMES, _FRAMES_PER_S, _BYTES_PER_FRAME = 256, 50, 512  # at once; then; and one more for so many bytes
+_SLICES = 384, 4096  # bytes that are parsed before limits are looked at: 64 empty frames; within a frame more
+_FRAMES, _FRAMES_PER_S, _BYTES_PER_FRAME = 64, 50, 512  # at once; then; and one more for so many bytes
 _PIECES = 256  # of a request's body
 _POLICY_VIOLATION = 1008
 
@@ -34,6 +36,10 @@ class LimitedConfig(uvicorn.Config):
         super().__init__(app, http=LimitedHTTP, ws=LimitedWebSocket, **options)
         self.gate = gate
         self.silent_s = silent_s
+
+    def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
+        """A loop whose `accept` the gate can be (see there), and that serves robots first."""
+        return lambda: asyncio.SelectorEventLoop(FairSelector(self.gate.last))
 
 
 class LimitedHTTP(H11Protocol):
@@ -124,6 +130,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     config: LimitedConfig
     _stalled: asyncio.TimerHandle | None = None
     _is_dropped = False
+    _num_frames = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -133,15 +140,17 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     async def run_asgi(self) -> None:
         extensions = cast(dict[str, object], self.scope["extensions"])
         extensions[KNOWN_SENDER] = partial(self._limit_messages, self.config.ws_max_size)
+        extensions[SERVE_FIRST] = partial(self.config.gate.serve_first, self.transport)
         await super().run_asgi()
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), _SLICE):
-            if self._is_dropped or self.transport.is_closing():
-                return
-            piece = data[start : start + _SLICE]
+        start, size = 0, _SLICES[0]
+        while start < len(data) and not self._is_dropped and not self.transport.is_closing():
+            piece, before = data[start : start + size], self._num_frames
             self._budget.give(len(piece) / _BYTES_PER_FRAME)
             super().data_received(piece)
+            start += size
+            size = _SLICES[self._num_frames == before]
 
     def handle_cont(self, event: Frame) -> None:
         if self._may_go_on():
@@ -186,6 +195,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def _may_go_on(self) -> bool:
         """Whether this frame is not one too many; from the first that is on, none is."""
+        self._num_frames += 1
         if not self._is_dropped and not self._budget.take():
             self._is_dropped = True
             self.conn.fail(_POLICY_VIOLATION, "too many small frames")

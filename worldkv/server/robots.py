@@ -29,7 +29,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import RequestTimedOut, SessionEnded, WorldKVError
 from worldkv.robots.schema import RobotContract
-from worldkv.server.http import owner_of
+from worldkv.server.ends import SHUTDOWN_TEXT
+from worldkv.server.http import owner_of, serve_first
 from worldkv.server.memory import forget_frames
 from worldkv.server.names import in_env, owned
 from worldkv.server.rest import Owner, Served
@@ -118,7 +119,7 @@ class Connection:
         await self._send(self._service.greeting)
         while (message := await self._next_message()) is not None:
             await self._serve(message)
-        await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
+        await self._close(CloseCode.GOING_AWAY, SHUTDOWN_TEXT)
 
     def _authorise(self) -> None:
         """Raises Unauthorised, or AdmissionRefused where its key has too many sockets."""
@@ -209,6 +210,7 @@ class Connection:
                     raise  # we were, at a shutdown that does not wait
                 raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
         self._service.ticked(entry, reply)
+        serve_first(self._websocket)
         timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
         details = await asyncio.to_thread(_details, reply) if request.details else None
         return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details), request.encoding)
@@ -245,7 +247,8 @@ class Connection:
         self._service.metrics.errors.labels(code).inc()
         if self._serving:
             self._count("error")
-        is_ours = code == WorldKVError.code or (self._serving and close is CloseCode.INTERNAL)  # not a client's silence
+        is_late_or_worse = close in (CloseCode.INTERNAL, CloseCode.REQUEST_TIMED_OUT)
+        is_ours = code == WorldKVError.code or (self._serving and is_late_or_worse)  # not a client's silence
         level = logging.ERROR if is_ours else logging.WARNING
         fields = {"event": "error", "code": code, "error_id": error_id, "session": self._current_id}
         logger.log(level, "error %s told to %s: %s", error_id, self._peer(), error, exc_info=error, extra=fields)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from worldkv.errors import EngineStopped
 from worldkv.server.config import ServerConfig
 from worldkv.server.counts import PerKey
+from worldkv.server.ends import SHUTDOWN_TEXT
 from worldkv.server.logs import TICKS
 from worldkv.server.metrics import Metrics
 from worldkv.server.sessions import EndReason, SessionTable
@@ -35,7 +36,6 @@ _PAINTERS = 2
 _ENCODERS = 4  # for what viewers are sent: a core each while they are busy
 _HEALTH_TIMEOUT_S = 2.0
 _FAREWELL_S = 5.0  # for telling clients whose ticks were ended
-_SHUTDOWN_TEXT = "the server is shutting down"
 
 logger = logging.getLogger(__name__)
 ticks = logging.getLogger(TICKS)
@@ -54,8 +54,9 @@ class Service:
         self.warm_up_error: Exception | None = None
         self.app = app
         self.tracer: TickTracer | None = None
-        self.sockets = PerKey("sockets are open", config.max_connections)
-        self.requests = PerKey("requests are being served", config.max_requests, retry_after_ms=1000)
+        self.sockets = PerKey("sockets are open", config.max_connections, "close one: none closes by itself")
+        waiting = "try again when one of them is answered, or end a stream"  # who sent them all knows when that is
+        self.requests = PerKey("requests are being served", config.max_requests, waiting)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="worldkv-reader")
         self._painters = ThreadPoolExecutor(_PAINTERS, thread_name_prefix="worldkv-painter")
@@ -130,7 +131,7 @@ class Service:
         """Wait for the end of warm-up. Raises EngineStopped if it failed, or if the server shuts down."""
         await asyncio.wait({self._warm, self.closing}, return_when=asyncio.FIRST_COMPLETED)
         if self.draining:
-            raise EngineStopped(_SHUTDOWN_TEXT)
+            raise EngineStopped(SHUTDOWN_TEXT)
         if self.warm_up_error is not None:
             raise EngineStopped("warm-up failed; the server's log says why")
 
@@ -154,7 +155,7 @@ class Service:
 
     def _why_never_asked(self) -> str | None:
         if self.draining:
-            return _SHUTDOWN_TEXT
+            return SHUTDOWN_TEXT
         if not self._warm.done():
             return "warming up"
         if self.warm_up_error is not None:
@@ -174,8 +175,8 @@ class Service:
             self.closing.set_result(None)
             self.metrics.ready.set(0)
         await self._connections_end(limit_s)
-        await self.sessions.end_all(EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
-        self.snapshots.release_all(_SHUTDOWN_TEXT)
+        await self.sessions.end_all(EndReason.SHUTDOWN, SHUTDOWN_TEXT)
+        self.snapshots.release_all(SHUTDOWN_TEXT)
         await self._connections_end(_FAREWELL_S)
 
     async def stop(self) -> None:

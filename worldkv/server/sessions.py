@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, RequestTimedOut, SessionNotFound
 from worldkv.server.config import ServerConfig
-from worldkv.server.ends import End, EndedSession, EndReason, Ends
+from worldkv.server.ends import SHUTDOWN_TEXT, End, EndedSession, EndReason, Ends
 from worldkv.server.entry import Asked, Entry
 from worldkv.server.metrics import Metrics
 from worldkv.server.names import disowned, is_within, owned
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "EndReason", "Entry", "SessionTable", "owned"]
 
 _CLOSE_S = 5.0  # for an engine to give a session's blocks back
-_SHUTDOWN_TEXT = "the server is shutting down"
 
 R = TypeVar("R")
 
@@ -284,8 +283,8 @@ class SessionTable:
             self._metrics.sessions.set(len(self._entries))
             logger.info("session %s opened", session_id, extra={"event": "session_opened", "session": session_id})
             if self._closed:  # meanwhile
-                await self.end(entry, EndReason.SHUTDOWN, _SHUTDOWN_TEXT)
-                raise EngineStopped(_SHUTDOWN_TEXT)
+                await self.end(entry, EndReason.SHUTDOWN, SHUTDOWN_TEXT)
+                raise EngineStopped(SHUTDOWN_TEXT)
             return entry
 
     def _has_too_many(self, owner: str) -> bool:
@@ -299,7 +298,7 @@ class SessionTable:
             except AdmissionRefused as refused:
                 if not await self._make_room(self._entries.values()):
                     raise self._full(refused) from refused
-        raise EngineStopped(_SHUTDOWN_TEXT)
+        raise EngineStopped(SHUTDOWN_TEXT)
 
     async def _made(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
         if source is None:

@@ -21,6 +21,7 @@ class CloseCode(IntEnum):
     MESSAGE_TOO_LARGE = 4013
     ADMISSION_REFUSED = 4029
     UNAUTHORISED = 4401
+    REQUEST_TIMED_OUT = 4504
 
 
 _CLOSE_CODES: Mapping[str, CloseCode] = {
@@ -32,6 +33,7 @@ _CLOSE_CODES: Mapping[str, CloseCode] = {
     "message_too_large": CloseCode.MESSAGE_TOO_LARGE,
     "admission_refused": CloseCode.ADMISSION_REFUSED,
     "unauthorised": CloseCode.UNAUTHORISED,
+    "request_timed_out": CloseCode.REQUEST_TIMED_OUT,
 }
 
 

@@ -23,6 +23,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from worldkv.errors import AdmissionRefused, EngineStopped, Unauthorised, WorldKVError
 from worldkv.server.console import state
+from worldkv.server.ends import SHUTDOWN_TEXT
 from worldkv.server.http import require_own_name, require_own_page
 from worldkv.server.sessions import Entry, owned
 from worldkv.wire import CloseCode, close_code, public_error
@@ -203,4 +204,4 @@ class _Viewer:
 
     async def _stop_with_the_server(self) -> None:
         await asyncio.wait({self._service.closing})
-        await self._websocket.close(CloseCode.GOING_AWAY, "the server is shutting down")
+        await self._websocket.close(CloseCode.GOING_AWAY, SHUTDOWN_TEXT)

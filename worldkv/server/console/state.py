@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from worldkv import __version__
+from worldkv.errors import SessionNotFound
 from worldkv.server.sessions import Entry
 
 if TYPE_CHECKING:
@@ -54,12 +55,13 @@ def overview(service: Service, owner: str, blocks: BlockMap) -> dict[str, Any]:
     engine = service.app.engine
     stats, capacity = engine.stats(), engine.capacity()
     mine = service.sessions.of(owner)
+    shown = [told for entry in mine if (told := _session(service, entry)) is not None]
     errors = service.metrics.error_counts()
     return {
         "type": "overview",
         "now": time.time(),
-        "sessions": [_session(service, entry) for entry in mine],
-        "num_other_sessions": stats.num_sessions - len(mine),
+        "sessions": shown,
+        "num_other_sessions": max(0, stats.num_sessions - len(shown)),
         "snapshots": [_snapshot(held) for held in service.snapshots.of(owner)],
         "ended": [
             {"id": end.public_id, "why": end.text, "at": end.at, "ticks": end.num_ticks}
@@ -127,11 +129,15 @@ def packed(header: Mapping[str, Any], *arrays: np.ndarray) -> bytes:
     return b"".join([struct.pack("<I", len(text)), text, *(array.tobytes() for array in arrays)])
 
 
-def _session(service: Service, entry: Entry) -> dict[str, Any]:
+def _session(service: Service, entry: Entry) -> dict[str, Any] | None:
+    """None: the engine has ended it, and its client is still to be told."""
+    try:
+        said = entry.session.describe()
+    except SessionNotFound:
+        return None
     history = entry.history
     rows = list(history.ticks)[-_SPARKLINE:]
     last = rows[-1].timings["total"] / 1e3 if rows else None
-    said = entry.session.describe()
     return {
         "id": entry.public_id,
         "parent": history.parent,
