@@ -20,6 +20,9 @@ from worldkv.models.causal_wan.inputs import State  # noqa: E402
 from worldkv.models.causal_wan.random import TINY  # noqa: E402
 from worldkv.models.causal_wan.schedule import Schedule  # noqa: E402
 
+ROPES = {rope: replace(TINY, rope=rope) for rope in ("absolute", "relative")}
+each_rope = pytest.mark.parametrize("rope", ROPES)
+
 
 def bits(engine: Any, session: Any) -> list[bytes]:
     kv = inside(engine, session).kv
@@ -31,16 +34,17 @@ def rollout(num_blocks: int, seed: int, prompts: tuple[int, ...] = (0,)) -> list
     return [make_request(prompts[number // 3 % len(prompts)], seed=seed) for number in range(num_blocks)]
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_sessions_side_by_side_compute_what_each_computes_alone(block_size: int) -> None:
+def test_sessions_side_by_side_compute_what_each_computes_alone(block_size: int, rope: str) -> None:
     plans = (rollout(6, 1, (0, 1)), rollout(6, 2, (2,)))
     alone = []
     for plan in plans:
-        engine = make_engine(block_size=block_size)
+        engine = make_engine(ROPES[rope], block_size)
         session = engine.open_session()
         alone.append([run(engine, session, request) for request in plan])
         engine.shutdown()
-    engine = make_engine(block_size=block_size, batch_invariant=True)
+    engine = make_engine(ROPES[rope], block_size, batch_invariant=True)
     sessions = [engine.open_session() for _ in plans]
     for number, requests in enumerate(zip(*plans, strict=True)):
         futures = [engine.submit(*pair) for pair in zip(sessions, requests, strict=True)]
@@ -61,10 +65,13 @@ def test_sessions_in_shared_forwards_compute_the_same_up_to_rounding() -> None:
     engine.shutdown()
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_forked_restored_and_parked_sessions_make_the_same_next_block(num_blocks: int, block_size: int) -> None:
-    engine = make_engine(block_size=block_size)
+def test_forked_restored_and_parked_sessions_make_the_same_next_block(
+    num_blocks: int, block_size: int, rope: str
+) -> None:
+    engine = make_engine(ROPES[rope], block_size)
     session = engine.open_session()
     for request in rollout(num_blocks, 3):
         run(engine, session, request)
@@ -104,12 +111,13 @@ class Flaky:
         return self._encode(encoder, payloads)
 
 
+@each_rope
 @pytest.mark.parametrize("switches", [False, True])
 @pytest.mark.parametrize("num_blocks", [0, 2, 5])
 def test_a_block_that_fails_anywhere_has_changed_nothing_and_comes_out_the_same_afterwards(
-    num_blocks: int, switches: bool
+    num_blocks: int, switches: bool, rope: str
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(ROPES[rope])
     flaky, session = Flaky(engine.model), engine.open_session()
     for request in rollout(num_blocks, 4):
         run(engine, session, request)
@@ -212,10 +220,11 @@ def test_without_room_for_it_a_recache_is_refused_and_keep_goes_on() -> None:
         engine.shutdown()
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_a_pool_for_one_session_is_enough_for_another_prompt_at_every_block(block_size: int) -> None:
-    spec = make_engine(block_size=block_size).model.spec
-    engine = make_engine(block_size=block_size, num_blocks=spec.blocks_per_session(block_size), max_sessions=1)
+def test_a_pool_for_one_session_is_enough_for_another_prompt_at_every_block(block_size: int, rope: str) -> None:
+    spec = make_engine(ROPES[rope], block_size).model.spec
+    engine = make_engine(ROPES[rope], block_size, num_blocks=spec.blocks_per_session(block_size), max_sessions=1)
     session = engine.open_session()
     for number in range(7):
         run(engine, session, make_request(number))

@@ -120,10 +120,6 @@ def load(
         window_frames=blocks.window_frames if window_frames is None else window_frames,
         sink_frames=blocks.sink_frames if sink_frames is None else sink_frames,
     )
-    if blocks.rope != "absolute":
-        raise CheckpointError(
-            f"{folder}: rope: expected 'absolute', the only one that is computed, got {blocks.rope!r}"
-        )
     config = replace(config, blocks=blocks)
     tensors, prefixes = open_tensors(folder, base)
     sizes = read_sizes(tensors, prefixes)

@@ -210,4 +210,5 @@ def kv_spec(config: CausalWanConfig, recache: bool = True) -> KVSpec:
         branches=(BRANCH,),
         ticks=(tick, anew) if recache else (tick,),
         conditioning={"text": config.dit.text_len},
+        reads_copy=blocks.rope == "relative",
     )

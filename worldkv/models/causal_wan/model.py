@@ -22,6 +22,7 @@ from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row, batches_of_alike
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.inputs import Block, BlockRequest, State, check_request
+from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
@@ -95,8 +96,12 @@ class CausalWan:
         history = [row.activate() for row in rows]
         text = [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
         limits, text_limits = self._limits([h.num_queries for h in history])
+        if self.spec.reads_copy:
+            fill_copies(self.dit, cache.storage, rows)
         plans = ForwardPlans(
-            cache.backend.plan(cache.storage, history, limits), cache.backend.plan(cache.storage, text, text_limits)
+            cache.backend.plan(cache.storage, history, limits),
+            cache.backend.plan(cache.storage, text, text_limits),
+            kept=kept_tokens(cache.storage, rows, [h.num_queries for h in history]),
         )
         velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
         return velocities
@@ -201,13 +206,14 @@ class CausalWan:
     def _recache(self, kv: KVState, recent: torch.Tensor) -> Forward:
         """All frames that the window remembers, in one forward: they see one another, and an older sink."""
         num_frames = recent.shape[1]
-        row = WanRow(recent, None, kv.num_chunks - num_frames, self.config.blocks.context_noise, wants_velocity=False)
+        first_frame = 0 if self.spec.reads_copy else kv.num_chunks - num_frames
+        row = WanRow(recent, None, first_frame, self.config.blocks.context_noise, wants_velocity=False)
         context = kv.prepare_rewrite(BRANCH, num_frames * self.config.frame_tokens)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "recache")
 
     def _clean_pass(self, kv: KVState, latents: torch.Tensor) -> Forward:
         """A finished block becomes history."""
-        row = WanRow(latents, None, kv.num_chunks, self.config.blocks.context_noise, wants_velocity=False)
+        row = WanRow(latents, None, self._position(kv), self.config.blocks.context_noise, wants_velocity=False)
         context = kv.prepare(BRANCH, self._block_tokens, commit=True)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "commit")
 
@@ -218,13 +224,19 @@ class CausalWan:
         x, epsilons = self._noise(kv.num_chunks, state, inputs, len(schedule))
         context = kv.prepare(BRANCH, self._block_tokens, commit=False)
         for step, timestep in enumerate(schedule.timesteps):
-            row = WanRow(x, None, kv.num_chunks, timestep, wants_velocity=True)
+            row = WanRow(x, None, self._position(kv), timestep, wants_velocity=True)
             (velocity,) = yield Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "denoise")
             x = schedule.clean(step, x, velocity)
             if step + 1 < len(schedule):
                 x = schedule.noised(step + 1, x, epsilons[step])
-        kv.abandon()  # the drafts' blocks go back
-        return x
+        return x  # the drafts' blocks go back when the clean pass takes its own
+
+    def _position(self, kv: KVState) -> int:
+        """Of the coming block's first frame: its number, or its place in the window."""
+        blocks = self.config.blocks
+        if blocks.rope == "absolute":
+            return kv.num_chunks
+        return min(kv.num_chunks, blocks.held_frames - blocks.frames_per_block)
 
     def _noise(
         self, first_frame: int, state: State, inputs: BlockRequest, num_steps: int
