@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -12,17 +13,21 @@ from worldkv.errors import BadRequest
 from worldkv.models.causal_wan.config import CausalWanConfig
 from worldkv.models.wan.encoders import VAEStream
 
-PromptSwitch = Literal["recache", "keep"]
+PromptSwitch = Literal["recache", "keep", "blend"]
+_MAX_BLEND_BLOCKS = 1000
 
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """One block. `switch`: what becomes of history where the prompt is another one than before: computed anew under it,
-    or kept as it is. Noise that is not given is drawn from the session's seed and the block's place in the session."""
+    """One block. `switch`: what happens where the prompt is another one than before. History is computed anew under
+    it, or kept as it is; or it is kept while the text goes over to the new prompt within `blend_blocks` blocks, this
+    one included, see `Blend`. Noise that is not given is drawn from the session's seed and the block's place in the
+    session."""
 
     token_ids: np.ndarray  # int64 [1, text_len]
     attention_mask: np.ndarray  # int64 [1, text_len]
     switch: PromptSwitch = "recache"
+    blend_blocks: int = 4
     seed: int | None = None  # of the session from now on; None: as before, at first 0
     noise: torch.Tensor | None = None  # [1, C, F, h, w]
     epsilons: tuple[torch.Tensor, ...] | None = None  # of all steps but the last, each as `noise`
@@ -40,14 +45,62 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Blend:
+    """Text on its way from what it was, `old`, to a session's prompt: of `num_blocks` blocks, block i (from 0 on) has
+    (1 - a) old + a new with a = (i + 1) / num_blocks. `num_begun` of them have come; the last one is the prompt itself,
+    and there is no blend any more."""
+
+    old: torch.Tensor  # [text_len, text_dim]: an embedding, or the mixture in force at the switch
+    old_name: str  # of its conditioning entry
+    num_blocks: int
+    num_begun: int = 0
+
+    def next(self) -> Blend | None:
+        """With one block more begun; None where that one has the new prompt alone."""
+        begun = replace(self, num_begun=self.num_begun + 1)
+        return begun if begun.num_begun < begun.num_blocks else None
+
+    def mixture(self, new: torch.Tensor) -> torch.Tensor:
+        """Of the block that begins, in float32."""
+        share = self.num_begun / self.num_blocks
+        return (1 - share) * self.old.float() + share * new.float()
+
+    def name(self, prompt_key: str) -> str:
+        """Of the mixture's conditioning entry: everything that it is made of."""
+        made_of = f"{self.old_name} {prompt_key} {self.num_begun} {self.num_blocks}"
+        return f"text:blend:{hashlib.sha256(made_of.encode()).hexdigest()}"
+
+
+Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
+
+
+@dataclass(frozen=True)
 class State:
     """Beside its K/V. Values are replaced, never written to: keeping one is a snapshot."""
 
     prompt_key: str | None = None  # digest of the prompt in force
+    prompt: Prompt | None = None
+    blend: Blend | None = None  # None: the prompt alone
     seed: int = 0
     num_blocks: int = 0  # denoised so far; given latents are none
     recent: torch.Tensor | None = None  # [C, frames, h, w], clean, as many as the window holds
     decoder: VAEStream | None = None
+
+    @property
+    def text_name(self) -> str | None:
+        """Of the conditioning entry in force."""
+        if self.prompt_key is None:
+            return None
+        return f"text:{self.prompt_key}" if self.blend is None else self.blend.name(self.prompt_key)
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """A digest."""
+    digest = hashlib.sha256()
+    for array in prompt:
+        digest.update(f"{array.shape}{array.dtype.str}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def check_request(config: CausalWanConfig, request: BlockRequest, num_frames: int, num_steps: int) -> None:
@@ -57,8 +110,11 @@ def check_request(config: CausalWanConfig, request: BlockRequest, num_frames: in
         value = getattr(request, name)
         if value.shape != text or value.dtype != np.int64:
             raise BadRequest(f"{name}: expected int64 of shape {text}, got {value.dtype} of {value.shape}")
-    if request.switch not in ("recache", "keep"):
-        raise BadRequest(f"switch: expected 'recache' or 'keep', got {request.switch!r}")
+    if request.switch not in get_args(PromptSwitch):
+        raise BadRequest(f"switch: expected 'recache', 'keep' or 'blend', got {request.switch!r}")
+    blocks = request.blend_blocks
+    if type(blocks) is not int or not 1 <= blocks <= _MAX_BLEND_BLOCKS:
+        raise BadRequest(f"blend_blocks: expected 1 to {_MAX_BLEND_BLOCKS}, got {blocks!r}")
     if request.seed is not None and not 0 <= request.seed < 2**63:
         raise BadRequest(f"seed: expected 0 to 2^63 - 1, got {request.seed}")
     per_block = config.blocks.frames_per_block

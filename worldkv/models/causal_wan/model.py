@@ -21,7 +21,7 @@ from worldkv.kv.row import RowLimits
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row, batches_of_alike
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
-from worldkv.models.causal_wan.inputs import Block, BlockRequest, State, check_request
+from worldkv.models.causal_wan.inputs import Blend, Block, BlockRequest, Prompt, State, check_request, prompt_key
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
@@ -176,32 +176,61 @@ class CausalWan:
     def _under_prompt(
         self, kv: KVState, state: State, inputs: BlockRequest
     ) -> Generator[Encode | Forward, torch.Tensor, tuple[State, int]]:
-        """Attach the text where it is another one, and compute history anew under it if that is wanted.
+        """Attach the text of this block where it is another one than before, and compute history anew under it if that
+        is wanted.
 
         Returns the state, and how many frames were computed anew.
         """
-        prompt = (inputs.token_ids, inputs.attention_mask)
-        key = _digest(*prompt)
-        if key == state.prompt_key:
-            return state, 0
-        anew = state.prompt_key is not None and kv.num_chunks > 0 and inputs.switch == "recache"
+        before, prompt = state, (inputs.token_ids, inputs.attention_mask)
+        key = prompt_key(prompt)
+        switches = key != state.prompt_key and state.prompt_key is not None
+        anew = switches and kv.num_chunks > 0 and inputs.switch == "recache"
         if anew and not self.recaches:
             raise BadRequest("switch: 'recache' was turned off when this model was loaded; 'keep' is possible")
-        store, name = kv.cache.conditioning, f"text:{key}"
-        if name not in store and key not in self._embeddings:
-            self._embeddings[key] = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
-            if len(self._embeddings) > _MAX_EMBEDDINGS:
-                self._embeddings.pop(next(iter(self._embeddings)))
+        if key != state.prompt_key:
+            blend = None
+            if switches and inputs.switch == "blend":
+                blend = yield from self._blend_from(state, inputs.blend_blocks)
+            state = replace(state, prompt_key=key, prompt=(prompt[0].copy(), prompt[1].copy()), blend=blend)
+        if state.blend is not None:
+            state = replace(state, blend=state.blend.next())
+        name, store = state.text_name, kv.cache.conditioning
+        assert name is not None
+        if name == before.text_name:
+            return state, 0
+        embedding = None if name in store else (yield from self._embedding(key, prompt))
+        if embedding is not None and state.blend is not None:
+            embedding = state.blend.mixture(embedding)
         # acquired and attached without a yield between: a generator closed at the yield would leak the reference
         entry = store.acquire(name)
         if entry is None:
-            layers = self.dit.project_text(self._embeddings[key][0])
-            entry = store.publish(name, self.spec.conditioning["text"], layers)
+            assert embedding is not None
+            entry = store.publish(name, self.spec.conditioning["text"], self.dit.project_text(embedding))
         kv.set_conditioning(BRANCH, "text", entry)
         if anew:
             assert state.recent is not None, "a session that has frames remembers the newest"
             yield self._recache(kv, state.recent)
-        return replace(state, prompt_key=key), state.recent.shape[1] if anew and state.recent is not None else 0
+        return state, state.recent.shape[1] if anew and state.recent is not None else 0
+
+    def _embedding(self, key: str, prompt: Prompt) -> Generator[Encode, torch.Tensor, torch.Tensor]:
+        """[text_len, text_dim]"""
+        embedding = self._embeddings.get(key)
+        if embedding is None:
+            embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
+            self._embeddings[key] = embedding
+            if len(self._embeddings) > _MAX_EMBEDDINGS:
+                self._embeddings.pop(next(iter(self._embeddings)))
+        return embedding[0]
+
+    def _blend_from(self, state: State, num_blocks: int) -> Generator[Encode, torch.Tensor, Blend]:
+        """From the text in force, a mixture or a prompt's."""
+        assert state.prompt_key is not None
+        assert state.prompt is not None
+        assert state.text_name is not None
+        old = yield from self._embedding(state.prompt_key, state.prompt)
+        if state.blend is not None:
+            old = state.blend.mixture(old)
+        return Blend(old, state.text_name, num_blocks)
 
     def _recache(self, kv: KVState, recent: torch.Tensor) -> Forward:
         """All frames that the window remembers, in one forward: they see one another, and an older sink."""
@@ -262,11 +291,3 @@ class CausalWan:
             return state
         recent = fresh if state.recent is None else torch.cat([state.recent, fresh], dim=1)
         return replace(state, recent=recent[:, -self.config.blocks.held_frames :].clone())
-
-
-def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.shape}{array.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
