@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,7 +17,7 @@ from engines import inside  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.models.base import Forward  # noqa: E402
 from worldkv.models.causal_wan.config import BRANCH, PRESETS  # noqa: E402
-from worldkv.models.causal_wan.inputs import State  # noqa: E402
+from worldkv.models.causal_wan.inputs import State, pixels_of  # noqa: E402
 from worldkv.models.causal_wan.random import TINY  # noqa: E402
 from worldkv.models.causal_wan.schedule import Schedule  # noqa: E402
 
@@ -291,6 +292,39 @@ def test_a_session_that_starts_from_given_latents_goes_on_as_the_one_that_made_t
     engine.shutdown()
 
 
+def clip_of(num_pictures: int, height: int = 32, width: int = 48) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (num_pictures, height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(("per_block", "num_pictures", "num_frames"), [(1, 1, 1), (1, 5, 2), (3, 9, 3), (3, 21, 6)])
+def test_a_session_starts_from_pictures(per_block: int, num_pictures: int, num_frames: int) -> None:
+    engine = make_engine(replace(TINY, frames_per_block=per_block))
+    pictures, latents = engine.open_session(), engine.open_session()
+    clip = clip_of(num_pictures)
+    block = run(engine, pictures, make_request(clip=clip))
+    video = torch.from_numpy(clip).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+    given = engine.model.encoders.vae.encode(video)
+    assert given.shape[2] == num_frames
+    assert same(block, run(engine, latents, make_request(given=given)))
+    assert block.first_frame == num_frames
+    assert block.video.shape[1] == num_pictures + 4 * per_block, "the pictures come first"
+    with pytest.raises(BadRequest, match="clip: a session starts from pictures before its first frame"):
+        run(engine, pictures, make_request(clip=clip))
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("size", [(64, 96), (45, 31), (480, 720)])
+def test_pictures_of_another_size_are_resized_as_pillow_does(size: tuple[int, int]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    clip = clip_of(1, *size)
+    ours = pixels_of(clip, 32, 48)
+    theirs = np.asarray(image.fromarray(clip[0]).resize((48, 32), image.Resampling.BILINEAR))
+    expected = torch.from_numpy(theirs.copy()).permute(2, 0, 1)[None, :, None].float() / 127.5 - 1
+    assert ours.shape == (1, 3, 1, 32, 48)
+    assert (ours - expected).abs().max() <= 1.01 / 127.5, "more than a rounding"
+
+
 def test_the_first_denoised_block_may_have_steps_of_its_own() -> None:
     stages: list[str] = []
 
@@ -335,6 +369,13 @@ def test_the_schedule_is_the_warped_one() -> None:
         ({"seed": -1}, "seed: expected 0 to"),
         ({"given": torch.zeros(1, 16, 4, 4, 6)}, "given: expected whole blocks of 3 frames, got 4 frames"),
         ({"given": torch.zeros(1, 16, 3, 4, 8)}, "given: expected shape"),
+        ({"clip": np.zeros((1, 32, 48, 3), np.uint8)}, "clip: expected 9 pictures, .*got 1: a block has 3 .*a single"),
+        ({"clip": np.zeros((13, 32, 48, 3), np.uint8)}, "clip: expected 9 pictures, or 12 more any number .*got 13"),
+        ({"clip": np.zeros((9, 32, 48), np.uint8)}, "clip: expected uint8 of shape"),
+        ({"clip": np.zeros((9, 32, 48, 3), np.float32)}, "clip: expected uint8 of shape .*, got float32"),
+        ({"clip": np.zeros((9, 0, 48, 3), np.uint8)}, "clip: expected uint8 of shape"),
+        ({"clip": np.zeros((9, 1, 8193, 3), np.uint8)}, "clip: expected up to 8192"),
+        ({"clip": np.zeros((9, 4, 4, 3), np.uint8), "given": torch.zeros(1, 16, 3, 4, 6)}, "clip: .* and both came"),
     ],
 )
 def test_what_cannot_be_is_named(more: dict[str, Any], words: str) -> None:

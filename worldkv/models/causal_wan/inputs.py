@@ -8,13 +8,16 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from worldkv.errors import BadRequest
 from worldkv.models.causal_wan.config import CausalWanConfig
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.encoders import VAEStream
 
 PromptSwitch = Literal["recache", "keep", "blend"]
 _MAX_BLEND_BLOCKS = 1000
+_MAX_PIXELS = 8192  # of a side; and pictures of a clip
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class BlockRequest:
     noise: torch.Tensor | None = None  # [1, C, F, h, w]
     epsilons: tuple[torch.Tensor, ...] | None = None  # of all steps but the last, each as `noise`
     given: torch.Tensor | None = None  # [1, C, frames, h, w]: latents that the session starts from
+    clip: np.ndarray | None = None  # uint8 [T, H, W, 3]: pictures of any size that it starts from, instead
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,51 @@ def check_request(config: CausalWanConfig, request: BlockRequest, num_frames: in
     for name, tensor in tensors:
         if tensor is not None and tuple(tensor.shape) != shape:
             raise BadRequest(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    for name, what in (("given", "latents"), ("clip", "pictures")):
+        if getattr(request, name) is not None and num_frames:
+            raise BadRequest(f"{name}: a session starts from {what} before its first frame, and {num_frames} are there")
     if request.given is not None:
-        _check_given(request.given, shape, num_frames)
+        _check_given(request.given, shape)
+    if request.clip is not None:
+        if request.given is not None:
+            raise BadRequest("clip: a session starts from a clip or from given latents, and both came")
+        _check_clip(request.clip, per_block)
 
 
-def _check_given(given: torch.Tensor, block: tuple[int, ...], num_frames: int) -> None:
-    if num_frames:
-        raise BadRequest(f"given: a session starts from latents before its first frame, and {num_frames} are there")
+def num_given_frames(request: BlockRequest) -> int:
+    """Latent frames that the session starts from."""
+    if request.clip is not None:
+        return 1 + (len(request.clip) - 1) // VAE_TEMPORAL_STRIDE
+    return 0 if request.given is None else request.given.shape[2]
+
+
+def _check_clip(clip: np.ndarray, per_block: int) -> None:
+    if clip.ndim != 4 or clip.shape[3] != 3 or clip.dtype != np.uint8 or 0 in clip.shape:
+        raise BadRequest(
+            f"clip: expected uint8 of shape [pictures, height, width, 3], got {clip.dtype} of {clip.shape}"
+        )
+    if max(clip.shape) > _MAX_PIXELS:
+        raise BadRequest(f"clip: expected up to {_MAX_PIXELS} pictures, rows and columns, got shape {clip.shape}")
+    stride = VAE_TEMPORAL_STRIDE
+    more, least = stride * per_block, 1 + stride * (per_block - 1)
+    if len(clip) >= least and (len(clip) - least) % more == 0:
+        return
+    why = f"a block has {per_block} latent frames, a session's first is 1 picture, each other {stride}"
+    if len(clip) == 1:
+        why += "; a single picture starts models of one frame a block, which this one is not"
+    raise BadRequest(f"clip: expected {least} pictures, or {more} more any number of times, got {len(clip)}: {why}")
+
+
+def pixels_of(clip: np.ndarray, height: int, width: int) -> torch.Tensor:
+    """[1, 3, T, height, width] in [-1, 1]: resized as the reference does it, bilinear with all pixels counted, the
+    proportions not kept."""
+    pictures = torch.from_numpy(clip).permute(0, 3, 1, 2)
+    if pictures.shape[2:] != (height, width):
+        pictures = F.interpolate(pictures, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return (pictures.float() / 127.5 - 1).transpose(0, 1)[None]
+
+
+def _check_given(given: torch.Tensor, block: tuple[int, ...]) -> None:
     if given.dim() != 5 or (*given.shape[:2], *given.shape[3:]) != (*block[:2], *block[3:]):
         raise BadRequest(f"given: expected shape {block} with any whole blocks of frames, got {tuple(given.shape)}")
     if given.shape[2] == 0 or given.shape[2] % block[2]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,9 +19,19 @@ from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
 from worldkv.kv.row import RowLimits
 from worldkv.kv.state import KVState
-from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row, batches_of_alike
+from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Row, batches_of_alike
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
-from worldkv.models.causal_wan.inputs import Blend, Block, BlockRequest, Prompt, State, check_request, prompt_key
+from worldkv.models.causal_wan.inputs import (
+    Blend,
+    Block,
+    BlockRequest,
+    Prompt,
+    State,
+    check_request,
+    num_given_frames,
+    pixels_of,
+    prompt_key,
+)
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
@@ -114,13 +124,15 @@ class CausalWan:
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:
-        """ "text": (token ids, attention mask), each [1, text_len], to an embedding [1, text_len, text_dim]. "decode":
-        (stream, latents [1, C, F, h, w]) to (video [1, 3, T, H, W], the stream after it); the given one is not
-        changed."""
+        """ "text": (token ids, attention mask), each [1, text_len], to an embedding [1, text_len, text_dim]. "video":
+        (video [1, 3, T, H, W] in [-1, 1],) to latents [1, C, F, h, w]. "decode": (stream, latents [1, C, F, h, w]) to
+        (video [1, 3, T, H, W], the stream after it); the given one is not changed."""
         if encoder == "decode":
             return [self._decode(payload) for payload in payloads]
+        if encoder == "video":
+            return [self.encoders.vae.encode(payload[0]) for payload in payloads if isinstance(payload, tuple)]
         if encoder != "text":
-            raise ValueError(f"encoder: expected 'text' or 'decode', got {encoder!r}")
+            raise ValueError(f"encoder: expected 'text', 'video' or 'decode', got {encoder!r}")
         outputs: dict[int, object] = {}
         prompts = [payload for payload in payloads if isinstance(payload, tuple)]
         for indices in batches_of_alike(prompts, _MAX_TEXT_ELEMENTS):
@@ -145,8 +157,8 @@ class CausalWan:
         self._expect_room(kv, inputs)
         state, num_recached = yield from self._under_prompt(kv, state, inputs)
         fresh = []
-        if inputs.given is not None:
-            given = inputs.given[0].to(self.dit.device, self.dit.dtype)
+        given = yield from self._given(inputs)
+        if given is not None:
             for block in torch.split(given, self.config.blocks.frames_per_block, dim=1):
                 yield self._clean_pass(kv, block)
             fresh.append(given)
@@ -164,8 +176,17 @@ class CausalWan:
             Block(latents, video, first_frame, num_recached), replace(state, num_blocks=state.num_blocks + 1)
         )
 
+    def _given(self, inputs: BlockRequest) -> Generator[OnHost | Encode, torch.Tensor, torch.Tensor | None]:
+        """[C, frames, h, w] that the session starts from."""
+        given = inputs.given
+        if inputs.clip is not None:
+            resize = partial(pixels_of, inputs.clip, self.config.height, self.config.width)
+            pixels = yield OnHost(resize, "resize")
+            given = yield Encode("video", (pixels,))
+        return None if given is None else given[0].to(self.dit.device, self.dit.dtype)
+
     def _expect_room(self, kv: KVState, inputs: BlockRequest) -> None:
-        coming = self.config.blocks.frames_per_block + (0 if inputs.given is None else inputs.given.shape[2])
+        coming = self.config.blocks.frames_per_block + num_given_frames(inputs)
         window = self.spec.window
         if window.policy == "reset" and not window.has_room(kv.num_chunks, coming):
             raise BadRequest(
