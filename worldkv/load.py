@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,9 +22,11 @@ from worldkv.kv.cache import KVCache
 from worldkv.kv.storage import KVStorage
 from worldkv.models.base import InputsT, KeepsTensors, ResultT, StateT, WorldModel
 from worldkv.models.causal_wan import checkpoint as causal_wan
+from worldkv.models.checkpoints.modules import Progress
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
 from worldkv.models.hub import checkpoint_folder
 from worldkv.models.registry import checkpoint_module, family_of
+from worldkv.models.wan.fused import Precision
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.robots.policy import Policy
 from worldkv.robots.preparation import Preparation
@@ -33,9 +35,12 @@ from worldkv.videos.app import VideoApp
 from worldkv.videos.program import VideoMaker
 from worldkv.words import count
 
+Opened: TypeAlias = Checkpoint | causal_wan.Checkpoint
+_FAMILIES: Mapping[type, str] = {Checkpoint: "dreamzero", causal_wan.Checkpoint: "causal_wan"}
+
 
 def load_engine(
-    checkpoint: Checkpoint | Path | str,
+    checkpoint: Opened | Path | str,
     config: EngineConfig | None = None,
     *,
     device: torch.device | str = "cpu",
@@ -53,23 +58,23 @@ def load_engine(
     """
     config = config or EngineConfig()
     check_name(config.attention)
-    if not isinstance(checkpoint, Checkpoint):
+    if not isinstance(checkpoint, Opened):
         checkpoint = checkpoint_folder(checkpoint)
-    family = "dreamzero" if isinstance(checkpoint, Checkpoint) else _family(checkpoint)
-    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else Path(checkpoint)
+    family = _FAMILIES[type(checkpoint)] if isinstance(checkpoint, Opened) else _family(checkpoint)
+    folder = checkpoint.folder if isinstance(checkpoint, Opened) else Path(checkpoint)
     with _told_if_weights_do_not_fit(folder, device):
         model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
     return start_engine(model, config, device, dtype, observer=observer, shared=shared)
 
 
-def load_app(checkpoint: Checkpoint | Path | str, config: EngineConfig | None = None, **options: Any) -> AnyApp:
+def load_app(checkpoint: Opened | Path | str, config: EngineConfig | None = None, **options: Any) -> AnyApp:
     """The app that serves a checkpoint folder of any known family. `options`: see the family's in `APPS`.
 
     Raises CheckpointError, also where nothing serves the family.
     """
-    if not isinstance(checkpoint, Checkpoint):
+    if not isinstance(checkpoint, Opened):
         checkpoint = checkpoint_folder(checkpoint)
-    family = "dreamzero" if isinstance(checkpoint, Checkpoint) else served_family(checkpoint)
+    family = _FAMILIES[type(checkpoint)] if isinstance(checkpoint, Opened) else served_family(checkpoint)
     return APPS[family](checkpoint, config, **options)
 
 
@@ -182,26 +187,30 @@ def load_policy(
 
 
 def load_videos(
-    checkpoint: Path | str,
+    checkpoint: causal_wan.Checkpoint | Path | str,
     config: EngineConfig | None = None,
     *,
+    choices: causal_wan.Choices | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    precision: Precision = "model",
     observer: Observer | None = None,
     shared: SharedDevice | None = None,
-    **options: Unpack[causal_wan.Options],
+    progress: Progress | None = None,
 ) -> VideoApp:
     """An engine and the app that streams its videos; `VideoApp.engine` is the caller's to shut down.
 
-    `options`: see `models.causal_wan.checkpoint.load`.
+    `choices`: what a folder leaves open.
     """
-    folder, config = Path(checkpoint_folder(checkpoint)), config or EngineConfig()
+    if not isinstance(checkpoint, causal_wan.Checkpoint):
+        checkpoint = causal_wan.Checkpoint.open(checkpoint_folder(checkpoint), choices)
+    config = config or EngineConfig()
     check_name(config.attention)
-    with _told_if_weights_do_not_fit(folder, device):
-        model = causal_wan.load(folder, device=device, dtype=dtype, **options)
-    maker = VideoMaker(model, causal_wan.tokenizer_of(folder, model))
+    with _told_if_weights_do_not_fit(checkpoint.folder, device):
+        model = causal_wan.load(checkpoint, device=device, dtype=dtype, precision=precision, progress=progress)
+    maker = VideoMaker(model, causal_wan.tokenizer_of(checkpoint))
     engine = start_engine(maker, config, device, dtype, observer=observer, shared=shared)
-    return VideoApp(engine, random_weights=causal_wan.has_random_weights(folder))
+    return VideoApp(engine, random_weights=checkpoint.random_weights)
 
 
 # family -> who serves it

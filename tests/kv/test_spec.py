@@ -301,14 +301,21 @@ def rewriting(num_rewritten: int, num_chunks: int) -> Tick:
     return Step(num_rewritten, commits=True, rewrites=True), Step(num_chunks), Step(num_chunks, commits=True)
 
 
-@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 6), st.integers(0, 3), st.sampled_from((4, 16, 64)))
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.integers(0, 3),
+    st.sampled_from((4, 16, 64)),
+    st.booleans(),
+)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 def test_ticks_that_rewrite_history_stay_within_the_bound_and_reach_it(
-    chunk_size: int, num_chunks: int, more: int, sink: int, block_size: int
+    chunk_size: int, num_chunks: int, more: int, sink: int, block_size: int, reads_copy: bool
 ) -> None:
     window = num_chunks + more
     ticks = (rewriting(window + sink, num_chunks), rewriting(window + sink, num_chunks)[1:])
-    spec = spec_of(chunk_size, window, sink, "slide", ticks=ticks)
+    spec = spec_of(chunk_size, window, sink, "slide", ticks=ticks, reads_copy=reads_copy)
     bound, peak = spec.blocks_per_branch(block_size), 0
     cache = make_cache(spec, num_blocks=bound, block_size=block_size)
     for stride in range(1, 4):  # how often history is rewritten
@@ -328,3 +335,5 @@ def test_a_step_that_rewrites_commits_and_fits_the_window() -> None:
         Step(1, rewrites=True)
     with pytest.raises(ValueError, match="ticks: expected to rewrite 4 chunks at most"):
         spec_of(6, 3, 1, "slide", ticks=(rewriting(5, 1),))
+    with pytest.raises(ValueError, match="ticks: expected no draft tokens where forwards read a copy"):
+        spec_of(6, 3, 1, "slide", ticks=((Step(1, num_draft_tokens=2),),), reads_copy=True)

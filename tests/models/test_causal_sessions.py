@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,9 +17,12 @@ from engines import inside  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.models.base import Forward  # noqa: E402
 from worldkv.models.causal_wan.config import BRANCH, PRESETS  # noqa: E402
-from worldkv.models.causal_wan.inputs import State  # noqa: E402
+from worldkv.models.causal_wan.inputs import State, pixels_of  # noqa: E402
 from worldkv.models.causal_wan.random import TINY  # noqa: E402
 from worldkv.models.causal_wan.schedule import Schedule  # noqa: E402
+
+ROPES = {rope: replace(TINY, rope=rope) for rope in ("absolute", "relative")}
+each_rope = pytest.mark.parametrize("rope", ROPES)
 
 
 def bits(engine: Any, session: Any) -> list[bytes]:
@@ -31,16 +35,17 @@ def rollout(num_blocks: int, seed: int, prompts: tuple[int, ...] = (0,)) -> list
     return [make_request(prompts[number // 3 % len(prompts)], seed=seed) for number in range(num_blocks)]
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_sessions_side_by_side_compute_what_each_computes_alone(block_size: int) -> None:
+def test_sessions_side_by_side_compute_what_each_computes_alone(block_size: int, rope: str) -> None:
     plans = (rollout(6, 1, (0, 1)), rollout(6, 2, (2,)))
     alone = []
     for plan in plans:
-        engine = make_engine(block_size=block_size)
+        engine = make_engine(ROPES[rope], block_size)
         session = engine.open_session()
         alone.append([run(engine, session, request) for request in plan])
         engine.shutdown()
-    engine = make_engine(block_size=block_size, batch_invariant=True)
+    engine = make_engine(ROPES[rope], block_size, batch_invariant=True)
     sessions = [engine.open_session() for _ in plans]
     for number, requests in enumerate(zip(*plans, strict=True)):
         futures = [engine.submit(*pair) for pair in zip(sessions, requests, strict=True)]
@@ -61,10 +66,13 @@ def test_sessions_in_shared_forwards_compute_the_same_up_to_rounding() -> None:
     engine.shutdown()
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_forked_restored_and_parked_sessions_make_the_same_next_block(num_blocks: int, block_size: int) -> None:
-    engine = make_engine(block_size=block_size)
+def test_forked_restored_and_parked_sessions_make_the_same_next_block(
+    num_blocks: int, block_size: int, rope: str
+) -> None:
+    engine = make_engine(ROPES[rope], block_size)
     session = engine.open_session()
     for request in rollout(num_blocks, 3):
         run(engine, session, request)
@@ -104,12 +112,13 @@ class Flaky:
         return self._encode(encoder, payloads)
 
 
+@each_rope
 @pytest.mark.parametrize("switches", [False, True])
 @pytest.mark.parametrize("num_blocks", [0, 2, 5])
 def test_a_block_that_fails_anywhere_has_changed_nothing_and_comes_out_the_same_afterwards(
-    num_blocks: int, switches: bool
+    num_blocks: int, switches: bool, rope: str
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(ROPES[rope])
     flaky, session = Flaky(engine.model), engine.open_session()
     for request in rollout(num_blocks, 4):
         run(engine, session, request)
@@ -212,10 +221,11 @@ def test_without_room_for_it_a_recache_is_refused_and_keep_goes_on() -> None:
         engine.shutdown()
 
 
+@each_rope
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_a_pool_for_one_session_is_enough_for_another_prompt_at_every_block(block_size: int) -> None:
-    spec = make_engine(block_size=block_size).model.spec
-    engine = make_engine(block_size=block_size, num_blocks=spec.blocks_per_session(block_size), max_sessions=1)
+def test_a_pool_for_one_session_is_enough_for_another_prompt_at_every_block(block_size: int, rope: str) -> None:
+    spec = make_engine(ROPES[rope], block_size).model.spec
+    engine = make_engine(ROPES[rope], block_size, num_blocks=spec.blocks_per_session(block_size), max_sessions=1)
     session = engine.open_session()
     for number in range(7):
         run(engine, session, make_request(number))
@@ -282,6 +292,39 @@ def test_a_session_that_starts_from_given_latents_goes_on_as_the_one_that_made_t
     engine.shutdown()
 
 
+def clip_of(num_pictures: int, height: int = 32, width: int = 48) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 256, (num_pictures, height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(("per_block", "num_pictures", "num_frames"), [(1, 1, 1), (1, 5, 2), (3, 9, 3), (3, 21, 6)])
+def test_a_session_starts_from_pictures(per_block: int, num_pictures: int, num_frames: int) -> None:
+    engine = make_engine(replace(TINY, frames_per_block=per_block))
+    pictures, latents = engine.open_session(), engine.open_session()
+    clip = clip_of(num_pictures)
+    block = run(engine, pictures, make_request(clip=clip))
+    video = torch.from_numpy(clip).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+    given = engine.model.encoders.vae.encode(video)
+    assert given.shape[2] == num_frames
+    assert same(block, run(engine, latents, make_request(given=given)))
+    assert block.first_frame == num_frames
+    assert block.video.shape[1] == num_pictures + 4 * per_block, "the pictures come first"
+    with pytest.raises(BadRequest, match="clip: a session starts from pictures before its first frame"):
+        run(engine, pictures, make_request(clip=clip))
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("size", [(64, 96), (45, 31), (480, 720)])
+def test_pictures_of_another_size_are_resized_as_pillow_does(size: tuple[int, int]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    clip = clip_of(1, *size)
+    ours = pixels_of(clip, 32, 48)
+    theirs = np.asarray(image.fromarray(clip[0]).resize((48, 32), image.Resampling.BILINEAR))
+    expected = torch.from_numpy(theirs.copy()).permute(2, 0, 1)[None, :, None].float() / 127.5 - 1
+    assert ours.shape == (1, 3, 1, 32, 48)
+    assert (ours - expected).abs().max() <= 1.01 / 127.5, "more than a rounding"
+
+
 def test_the_first_denoised_block_may_have_steps_of_its_own() -> None:
     stages: list[str] = []
 
@@ -320,10 +363,19 @@ def test_the_schedule_is_the_warped_one() -> None:
         ({"noise": torch.zeros(1, 16, 2, 4, 6)}, "noise: expected shape"),
         ({"epsilons": ()}, "epsilons: expected 3, one less than steps, got 0"),
         ({"epsilons": (torch.zeros(1),) * 3}, r"epsilons\[0\]: expected shape"),
-        ({"switch": "blend"}, "switch: expected 'recache' or 'keep', got 'blend'"),
+        ({"switch": "fade"}, "switch: expected 'recache', 'keep' or 'blend', got 'fade'"),
+        ({"blend_blocks": 0}, "blend_blocks: expected 1 to 1000, got 0"),
+        ({"blend_blocks": 2.5}, r"blend_blocks: expected 1 to 1000, got 2\.5"),
         ({"seed": -1}, "seed: expected 0 to"),
         ({"given": torch.zeros(1, 16, 4, 4, 6)}, "given: expected whole blocks of 3 frames, got 4 frames"),
         ({"given": torch.zeros(1, 16, 3, 4, 8)}, "given: expected shape"),
+        ({"clip": np.zeros((1, 32, 48, 3), np.uint8)}, "clip: expected 9 pictures, .*got 1: a block has 3 .*a single"),
+        ({"clip": np.zeros((13, 32, 48, 3), np.uint8)}, "clip: expected 9 pictures, or 12 more any number .*got 13"),
+        ({"clip": np.zeros((9, 32, 48), np.uint8)}, "clip: expected uint8 of shape"),
+        ({"clip": np.zeros((9, 32, 48, 3), np.float32)}, "clip: expected uint8 of shape .*, got float32"),
+        ({"clip": np.zeros((9, 0, 48, 3), np.uint8)}, "clip: expected uint8 of shape"),
+        ({"clip": np.zeros((9, 1, 8193, 3), np.uint8)}, "clip: expected up to 8192"),
+        ({"clip": np.zeros((9, 4, 4, 3), np.uint8), "given": torch.zeros(1, 16, 3, 4, 6)}, "clip: .* and both came"),
     ],
 )
 def test_what_cannot_be_is_named(more: dict[str, Any], words: str) -> None:

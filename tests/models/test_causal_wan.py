@@ -15,7 +15,7 @@ from conftest import SHARED  # noqa: E402
 from engines import inside  # noqa: E402
 from list_window import ListVideo  # noqa: E402
 
-from worldkv.models.causal_wan.config import BRANCH  # noqa: E402
+from worldkv.models.causal_wan.config import BRANCH, Rope  # noqa: E402
 from worldkv.models.causal_wan.random import TINY  # noqa: E402
 
 TOLERANCE = 1e-4
@@ -74,14 +74,16 @@ def test_every_recorded_quantity_is_reproduced(recording: Recording, block_size:
 @pytest.mark.parametrize(
     ("window", "sink", "per_block"), [(9, 3, 3), (12, 3, 3), (6, 0, 3), (4, 0, 1), (4, 1, 1), (7, 2, 2), (5, 1, 2)]
 )
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("rope", ["absolute", "relative"])
 def test_any_window_equals_the_list_of_frames_before_and_after_another_prompt(
-    window: int, sink: int, per_block: int, block_size: int
+    window: int, sink: int, per_block: int, block_size: int, rope: Rope
 ) -> None:
     settings = replace(TINY, frames_per_block=per_block, window_frames=window, sink_frames=sink, steps=(1000, 500))
+    settings = replace(settings, rope=rope)
     engine = make_engine(settings, block_size, decodes=False)
     model, session = engine.model, engine.open_session()
-    oracle, num_blocks = ListVideo(model.dit, window, sink), 2 * window // per_block + 2
+    oracle, num_blocks = ListVideo(model.dit, window, sink, rope == "relative"), 2 * window // per_block + 2
     generator = torch.Generator().manual_seed(0)
     for number in range(num_blocks):
         switches = number in (1, num_blocks // 2, num_blocks - 1)  # before, at and after the roll

@@ -11,6 +11,7 @@ from functools import cache
 
 from worldkv.kv.block_pool import BlockPool
 from worldkv.kv.block_table import BlockTable, blocks_for
+from worldkv.kv.copied_window import CopiedChunks
 from worldkv.kv.window import Window
 
 
@@ -56,7 +57,9 @@ def chunks_reached(tick: Tick) -> int:
 
 
 @cache
-def most_blocks(window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, ...], block_size: int) -> int:
+def most_blocks(
+    window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, ...], block_size: int, reads_copy: bool = False
+) -> int:
     """Most blocks a branch holds at any moment of any tick, the history it may have to roll back to included.
 
     Plays every sequence of ticks from an empty history on, each length of history once. See KVSpec.
@@ -65,7 +68,7 @@ def most_blocks(window: Window, ticks: tuple[Tick, ...], restarts: tuple[Tick, .
     while waiting:
         length = waiting.pop()
         for first, tick in _ticks_after(length, window, ticks, restarts):
-            most = max(most, _blocks_of_tick(window, block_size, length, first, tick))
+            most = max(most, _blocks_of_tick(window, block_size, length, first, tick, reads_copy))
             after = _recurring(first + chunks_committed(tick), window)
             if after not in known:
                 known.add(after)
@@ -90,7 +93,7 @@ def _recurring(length: int, window: Window) -> int:
     return length if length <= full else full + 1 + (length - full - 1) % window.window
 
 
-def _blocks_of_tick(window: Window, block_size: int, length: int, first: int, tick: Tick) -> int:
+def _blocks_of_tick(window: Window, block_size: int, length: int, first: int, tick: Tick, reads_copy: bool) -> int:
     """Most blocks held while `tick` runs from chunk `first` on; `length` chunks of history are kept for a roll-back,
     and shared unless `first` is 0."""
     extra = sum(step.num_draft_tokens for step in tick)
@@ -101,16 +104,26 @@ def _blocks_of_tick(window: Window, block_size: int, length: int, first: int, ti
     for step in tick:
         if step.rewrites and not first:
             continue
+        num_chunks = min(step.num_chunks, first, window.max_chunks) if step.rewrites else step.num_chunks
+        copied = _blocks_of_copy(window, block_size, first, num_chunks, step) if reads_copy else 0
+        if reads_copy and not step.commits:  # it writes into its copy only
+            most = max(most, pool.num_used + copied)
+            continue
         if step.rewrites:
-            placement = window.place_again(first, min(step.num_chunks, first, window.max_chunks))
+            placement = window.place_again(first, num_chunks)
         else:
             placement = window.place(first, step.num_chunks, step.num_draft_tokens)
         staged = table.stage(placement.writes, window.num_slots(first), placement.num_visible)
         assert staged is not None
-        most = max(most, pool.num_used)
+        most = max(most, pool.num_used + copied)
         if step.commits:
             first += step.num_added
             table.commit(staged, window.num_slots(first))
         else:
             table.abort(staged)
     return most
+
+
+def _blocks_of_copy(window: Window, block_size: int, first: int, num_chunks: int, step: Step) -> int:
+    chunks = CopiedChunks.of(window, first, num_chunks, step.rewrites)
+    return blocks_for((chunks.num_visible + chunks.num_unread) * window.chunk_size, block_size)

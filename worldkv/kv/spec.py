@@ -23,6 +23,9 @@ class KVSpec:
     `conditioning` maps each kind ("text", "image", ...) to its number of tokens. `entries_per_session` says how many
     different entries of a kind one session reads (default: one for each branch), `entries_shared` how many are the same
     for all sessions.
+
+    With `reads_copy` forwards do not read history itself but a copy of what they see, in temporal order, which the
+    model fills: keys that are turned by their place in the window are stored unturned. See `CopiedWindow`.
     """
 
     num_layers: int
@@ -35,6 +38,7 @@ class KVSpec:
     conditioning: Mapping[str, int] = field(default_factory=dict)
     entries_per_session: Mapping[str, int] = field(default_factory=dict)
     entries_shared: Mapping[str, int] = field(default_factory=dict)
+    reads_copy: bool = False
 
     def __post_init__(self) -> None:
         if not self.ticks:
@@ -46,6 +50,8 @@ class KVSpec:
     def _check(self, name: str, tick: Tick) -> None:
         if not tick:
             raise ValueError(f"{name}: expected at least one forward in each tick, got none")
+        if self.reads_copy and any(step.num_draft_tokens for step in tick):
+            raise ValueError(f"{name}: expected no draft tokens where forwards read a copy of the window")
         window, widest = self.window, max(step.num_added for step in tick)
         if widest > window.window:
             raise ValueError(f"{name}: expected forwards of 1 to {window.window} chunks (the window), got {widest}")
@@ -91,7 +97,7 @@ class KVSpec:
 
         The bound is reached.
         """
-        return most_blocks(self.window, self.ticks, self.restarts, block_size)
+        return most_blocks(self.window, self.ticks, self.restarts, block_size, self.reads_copy)
 
     def blocks_of_conditioning(self, block_size: int) -> int:
         """Most blocks of conditioning one session holds: an old entry stays until the tick that replaces it is over."""

@@ -67,7 +67,13 @@ class KVState:
         self.cache = cache
         names = cache.spec.branches if branches is None else tuple(branches)
         self.branches = {
-            name: BranchState(name, BlockTable(cache.pool, cache.storage.block_size), cache.spec.window, cache.storage)
+            name: BranchState(
+                name,
+                BlockTable(cache.pool, cache.storage.block_size),
+                cache.spec.window,
+                cache.storage,
+                cache.spec.reads_copy,
+            )
             for name in names
         }
 
@@ -122,6 +128,7 @@ class KVState:
             if state.context is not None:
                 state.context.close()
                 state.context = None
+            state.drop_copy()
 
     # conditioning
 

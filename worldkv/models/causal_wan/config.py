@@ -22,6 +22,7 @@ from worldkv.models.wan.config import MAX_SIZE, WanConfig
 SETTINGS_FILE = "causal.json"
 BRANCH = "video"
 CLASS_NAMES = ("WanModel", "CausalWanModel")  # _class_name of the base model's config.json
+DIFFUSERS_CLASS = "WanTransformer3DModel"
 UNLIMITED_WINDOW_FRAMES = 21  # what the reference holds when nothing is to leave
 NUM_TIMESTEPS = 1000
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
@@ -123,17 +124,25 @@ class CausalWanConfig:
 
     @classmethod
     def read(
-        cls, folder: Path, preset: str | None = None, height: int | None = None, width: int | None = None
+        cls,
+        folder: Path,
+        preset: str | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        sizes: Path | None = None,
     ) -> CausalWanConfig:
-        """Of a folder; arguments that are given go before what it says. Raises CheckpointError that names the field."""
+        """Of a folder; arguments that are given go before what it says. `sizes`: the folder whose config.json has them,
+        where it is another one. Raises CheckpointError that names the field."""
         said = read_settings(folder, preset)
         size = {"height": height or DEFAULT_HEIGHT, "width": width or DEFAULT_WIDTH}
-        return cls(read_sizes(folder), said, **size)
+        return cls(read_sizes(sizes or folder), said, **size)
 
 
 def read_sizes(folder: Path) -> WanConfig:
     """Of the DiT, from config.json."""
     said = read_json(folder / CONFIG_FILE)
+    if said.get("_class_name") == DIFFUSERS_CLASS:
+        said = _from_diffusers(said)
     known = {field.name: field for field in fields(WanConfig)}
     if said.get("model_type") != "t2v":
         raise CheckpointError(f"{CONFIG_FILE}: model_type: expected 't2v', got {shown(said.get('model_type'))}")
@@ -153,6 +162,25 @@ def read_sizes(folder: Path) -> WanConfig:
         if said.get(name):
             raise CheckpointError(f"{CONFIG_FILE}: {name}: a text-to-video model has none, got {shown(said[name])}")
     return WanConfig(**{name: value for name, value in said.items() if name in known and name != "patch_size"})
+
+
+_DIFFUSERS_NAMES = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
+
+
+def _from_diffusers(said: Mapping[str, object]) -> dict[str, object]:
+    """A WanTransformer3DModel's fields under the names of the base model's."""
+    if said.get("image_dim") is not None or said.get("added_kv_proj_dim") is not None:
+        raise CheckpointError(f"{CONFIG_FILE}: image_dim: expected null: a text-to-video model reads no image")
+    found = {**said, "model_type": "t2v", "qk_norm": said.get("qk_norm") == "rms_norm_across_heads"}
+    for own, theirs in _DIFFUSERS_NAMES.items():
+        if theirs not in said:
+            raise CheckpointError(f"{CONFIG_FILE}: {theirs} is missing")
+        found[own] = said[theirs]
+    heads, head_dim = said["num_attention_heads"], said.get("attention_head_dim")
+    if type(heads) is not int or type(head_dim) is not int:
+        raise CheckpointError(f"{CONFIG_FILE}: attention_head_dim: expected a whole number, got {shown(head_dim)}")
+    found.pop("image_dim", None)
+    return {**found, "dim": heads * head_dim}
 
 
 def read_settings(folder: Path, preset: str | None = None) -> CausalSettings:
@@ -210,4 +238,5 @@ def kv_spec(config: CausalWanConfig, recache: bool = True) -> KVSpec:
         branches=(BRANCH,),
         ticks=(tick, anew) if recache else (tick,),
         conditioning={"text": config.dit.text_len},
+        reads_copy=blocks.rope == "relative",
     )

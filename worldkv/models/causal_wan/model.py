@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,9 +19,20 @@ from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
 from worldkv.kv.row import RowLimits
 from worldkv.kv.state import KVState
-from worldkv.models.base import Encode, Forward, ModelCard, Outcome, Program, Row, batches_of_alike
+from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Row, batches_of_alike
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
-from worldkv.models.causal_wan.inputs import Block, BlockRequest, State, check_request
+from worldkv.models.causal_wan.inputs import (
+    Blend,
+    Block,
+    BlockRequest,
+    Prompt,
+    State,
+    check_request,
+    num_given_frames,
+    pixels_of,
+    prompt_key,
+)
+from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
@@ -109,8 +120,12 @@ class CausalWan:
         history = [row.activate() for row in rows]
         text = [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
         limits, text_limits = self._limits([h.num_queries for h in history])
+        if self.spec.reads_copy:
+            fill_copies(self.dit, cache.storage, rows)
         plans = ForwardPlans(
-            cache.backend.plan(cache.storage, history, limits), cache.backend.plan(cache.storage, text, text_limits)
+            cache.backend.plan(cache.storage, history, limits),
+            cache.backend.plan(cache.storage, text, text_limits),
+            kept=kept_tokens(cache.storage, rows, [h.num_queries for h in history]),
         )
         velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
         return velocities
@@ -123,13 +138,15 @@ class CausalWan:
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:
-        """ "text": (token ids, attention mask), each [1, text_len], to an embedding [1, text_len, text_dim]. "decode":
-        (stream, latents [1, C, F, h, w]) to (video [1, 3, T, H, W], the stream after it); the given one is not
-        changed."""
+        """ "text": (token ids, attention mask), each [1, text_len], to an embedding [1, text_len, text_dim]. "video":
+        (video [1, 3, T, H, W] in [-1, 1],) to latents [1, C, F, h, w]. "decode": (stream, latents [1, C, F, h, w]) to
+        (video [1, 3, T, H, W], the stream after it); the given one is not changed."""
         if encoder == "decode":
             return [self._decode(payload) for payload in payloads]
+        if encoder == "video":
+            return [self.encoders.vae.encode(payload[0]) for payload in payloads if isinstance(payload, tuple)]
         if encoder != "text":
-            raise ValueError(f"encoder: expected 'text' or 'decode', got {encoder!r}")
+            raise ValueError(f"encoder: expected 'text', 'video' or 'decode', got {encoder!r}")
         outputs: dict[int, object] = {}
         prompts = [payload for payload in payloads if isinstance(payload, tuple)]
         for indices in batches_of_alike(prompts, _MAX_TEXT_ELEMENTS):
@@ -154,8 +171,8 @@ class CausalWan:
         self._expect_room(kv, inputs)
         state, num_recached = yield from self._under_prompt(kv, state, inputs)
         fresh = []
-        if inputs.given is not None:
-            given = inputs.given[0].to(self.dit.device, self.dit.dtype)
+        given = yield from self._given(inputs)
+        if given is not None:
             for block in torch.split(given, self.config.blocks.frames_per_block, dim=1):
                 yield self._clean_pass(kv, block)
             fresh.append(given)
@@ -173,8 +190,17 @@ class CausalWan:
             Block(latents, video, first_frame, num_recached), replace(state, num_blocks=state.num_blocks + 1)
         )
 
+    def _given(self, inputs: BlockRequest) -> Generator[OnHost | Encode, torch.Tensor, torch.Tensor | None]:
+        """[C, frames, h, w] that the session starts from."""
+        given = inputs.given
+        if inputs.clip is not None:
+            resize = partial(pixels_of, inputs.clip, self.config.height, self.config.width)
+            pixels = yield OnHost(resize, "resize")
+            given = yield Encode("video", (pixels,))
+        return None if given is None else given[0].to(self.dit.device, self.dit.dtype)
+
     def _expect_room(self, kv: KVState, inputs: BlockRequest) -> None:
-        coming = self.config.blocks.frames_per_block + (0 if inputs.given is None else inputs.given.shape[2])
+        coming = self.config.blocks.frames_per_block + num_given_frames(inputs)
         window = self.spec.window
         if window.policy == "reset" and not window.has_room(kv.num_chunks, coming):
             raise BadRequest(
@@ -185,43 +211,73 @@ class CausalWan:
     def _under_prompt(
         self, kv: KVState, state: State, inputs: BlockRequest
     ) -> Generator[Encode | Forward, torch.Tensor, tuple[State, int]]:
-        """Attach the text where it is another one, and compute history anew under it if that is wanted.
+        """Attach the text of this block where it is another one than before, and compute history anew under it if that
+        is wanted.
 
         Returns the state, and how many frames were computed anew.
         """
-        prompt = (inputs.token_ids, inputs.attention_mask)
-        key = _digest(*prompt)
-        if key == state.prompt_key:
-            return state, 0
-        anew = state.prompt_key is not None and kv.num_chunks > 0 and inputs.switch == "recache"
+        before, prompt = state, (inputs.token_ids, inputs.attention_mask)
+        key = prompt_key(prompt)
+        switches = key != state.prompt_key and state.prompt_key is not None
+        anew = switches and kv.num_chunks > 0 and inputs.switch == "recache"
         if anew and not self.recaches:
             raise BadRequest("switch: 'recache' was turned off when this model was loaded; 'keep' is possible")
-        store, name = kv.cache.conditioning, f"text:{key}"
-        if name not in store and key not in self._embeddings:
-            self._embeddings[key] = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
-            if len(self._embeddings) > _MAX_EMBEDDINGS:
-                self._embeddings.pop(next(iter(self._embeddings)))
+        if key != state.prompt_key:
+            blend = None
+            if switches and inputs.switch == "blend":
+                blend = yield from self._blend_from(state, inputs.blend_blocks)
+            state = replace(state, prompt_key=key, prompt=(prompt[0].copy(), prompt[1].copy()), blend=blend)
+        if state.blend is not None:
+            state = replace(state, blend=state.blend.next())
+        name, store = state.text_name, kv.cache.conditioning
+        assert name is not None
+        if name == before.text_name:
+            return state, 0
+        embedding = None if name in store else (yield from self._embedding(key, prompt))
+        if embedding is not None and state.blend is not None:
+            embedding = state.blend.mixture(embedding)
         # acquired and attached without a yield between: a generator closed at the yield would leak the reference
         entry = store.acquire(name)
         if entry is None:
-            layers = self.dit.project_text(self._embeddings[key][0])
-            entry = store.publish(name, self.spec.conditioning["text"], layers)
+            assert embedding is not None
+            entry = store.publish(name, self.spec.conditioning["text"], self.dit.project_text(embedding))
         kv.set_conditioning(BRANCH, "text", entry)
         if anew:
             assert state.recent is not None, "a session that has frames remembers the newest"
             yield self._recache(kv, state.recent)
-        return replace(state, prompt_key=key), state.recent.shape[1] if anew and state.recent is not None else 0
+        return state, state.recent.shape[1] if anew and state.recent is not None else 0
+
+    def _embedding(self, key: str, prompt: Prompt) -> Generator[Encode, torch.Tensor, torch.Tensor]:
+        """[text_len, text_dim]"""
+        embedding = self._embeddings.get(key)
+        if embedding is None:
+            embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
+            self._embeddings[key] = embedding
+            if len(self._embeddings) > _MAX_EMBEDDINGS:
+                self._embeddings.pop(next(iter(self._embeddings)))
+        return embedding[0]
+
+    def _blend_from(self, state: State, num_blocks: int) -> Generator[Encode, torch.Tensor, Blend]:
+        """From the text in force, a mixture or a prompt's."""
+        assert state.prompt_key is not None
+        assert state.prompt is not None
+        assert state.text_name is not None
+        old = yield from self._embedding(state.prompt_key, state.prompt)
+        if state.blend is not None:
+            old = state.blend.mixture(old)
+        return Blend(old, state.text_name, num_blocks)
 
     def _recache(self, kv: KVState, recent: torch.Tensor) -> Forward:
         """All frames that the window remembers, in one forward: they see one another, and an older sink."""
         num_frames = recent.shape[1]
-        row = WanRow(recent, None, kv.num_chunks - num_frames, self.config.blocks.context_noise, wants_velocity=False)
+        first_frame = 0 if self.spec.reads_copy else kv.num_chunks - num_frames
+        row = WanRow(recent, None, first_frame, self.config.blocks.context_noise, wants_velocity=False)
         context = kv.prepare_rewrite(BRANCH, num_frames * self.config.frame_tokens)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "recache")
 
     def _clean_pass(self, kv: KVState, latents: torch.Tensor) -> Forward:
         """A finished block becomes history."""
-        row = WanRow(latents, None, kv.num_chunks, self.config.blocks.context_noise, wants_velocity=False)
+        row = WanRow(latents, None, self._position(kv), self.config.blocks.context_noise, wants_velocity=False)
         context = kv.prepare(BRANCH, self._block_tokens, commit=True)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "commit")
 
@@ -232,13 +288,19 @@ class CausalWan:
         x, epsilons = self._noise(kv.num_chunks, state, inputs, len(schedule))
         context = kv.prepare(BRANCH, self._block_tokens, commit=False)
         for step, timestep in enumerate(schedule.timesteps):
-            row = WanRow(x, None, kv.num_chunks, timestep, wants_velocity=True)
+            row = WanRow(x, None, self._position(kv), timestep, wants_velocity=True)
             (velocity,) = yield Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "denoise")
             x = schedule.clean(step, x, velocity)
             if step + 1 < len(schedule):
                 x = schedule.noised(step + 1, x, epsilons[step])
-        kv.abandon()  # the drafts' blocks go back
-        return x
+        return x  # the drafts' blocks go back when the clean pass takes its own
+
+    def _position(self, kv: KVState) -> int:
+        """Of the coming block's first frame: its number, or its place in the window."""
+        blocks = self.config.blocks
+        if blocks.rope == "absolute":
+            return kv.num_chunks
+        return min(kv.num_chunks, blocks.held_frames - blocks.frames_per_block)
 
     def _noise(
         self, first_frame: int, state: State, inputs: BlockRequest, num_steps: int
@@ -264,11 +326,3 @@ class CausalWan:
             return state
         recent = fresh if state.recent is None else torch.cat([state.recent, fresh], dim=1)
         return replace(state, recent=recent[:, -self.config.blocks.held_frames :].clone())
-
-
-def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.shape}{array.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from worldkv.models.causal_wan.checkpoint import LAYOUTS, RANDOM_WEIGHTS_KEY, needed_shapes
 from worldkv.models.causal_wan.config import SETTINGS_FILE, CausalSettings, CausalWanConfig
+from worldkv.models.causal_wan.folder import RANDOM_WEIGHTS_KEY, needed_shapes
 from worldkv.models.checkpoints.files import CONFIG_FILE, SINGLE_FILE
 from worldkv.models.checkpoints.writing import save_tensors, write_text
 from worldkv.models.wan.config import WanConfig
@@ -35,9 +35,9 @@ TINY = CausalSettings(frames_per_block=3, steps=(1000, 750, 500, 250), window_fr
 
 def write_random_causal_wan(folder: Path | str, settings: CausalSettings = TINY, seed: int = 0) -> Path:
     """Returns the folder; the same arguments give the same bytes."""
-    folder, (layout, *_) = Path(folder), LAYOUTS.values()
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = needed_shapes(CausalWanConfig(_DIT, settings), _ENCODERS, layout)
+    shapes = needed_shapes(CausalWanConfig(_DIT, settings), _ENCODERS)
     save_tensors(random_tensors(shapes, seed), folder / SINGLE_FILE, {"notice": NOTICE})
     write_text(json.dumps(asdict(settings), indent=1) + "\n", folder / SETTINGS_FILE)
     about = {RANDOM_WEIGHTS_KEY: {"notice": NOTICE, "seed": seed}, "_class_name": "WanModel"}

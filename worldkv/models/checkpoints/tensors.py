@@ -17,9 +17,14 @@ from worldkv.models.checkpoints.source import Place as Place
 from worldkv.models.checkpoints.source import TensorSource
 from worldkv.models.checkpoints.words import one_line
 
+PTH_SUFFIXES = (".pth", ".pt")
+
 
 class PthFile:
-    """Tensors of a .pth file, as safetensors' handles give theirs."""
+    """Tensors of a .pth or .pt file, as safetensors' handles give theirs.
+
+    `groups`: names of dictionaries in it; a tensor of one is called GROUP.NAME.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -27,9 +32,12 @@ class PthFile:
         except Exception as error:  # whatever a broken file makes of itself inside torch
             reason = one_line(str(error).split("\n")[0]) or type(error).__name__
             raise CheckpointError(f"{path.name} cannot be read as weights only: {reason}") from error
+        inner = {name: part for name, part in value.items() if isinstance(name, str) and isinstance(part, dict)}
+        self.groups = tuple(name for name in inner if name.isprintable())
+        flat = [(f"{group}.{name}", t) for group in self.groups for name, t in inner[group].items()]
         self.tensors = {
             name: tensor
-            for name, tensor in value.items()
+            for name, tensor in (*value.items(), *flat)
             if isinstance(name, str) and name.isprintable() and _is_plain(tensor)
         }
         if not self.tensors:
@@ -56,7 +64,7 @@ class PthFile:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensors:
-    """A `TensorReader` over safetensors and .pth files. `shapes` and `dtypes` come from the headers."""
+    """A `TensorReader` over safetensors, .pth and .pt files. `shapes` and `dtypes` come from the headers."""
 
     folder: Path
     shapes: Mapping[str, tuple[int, ...]]
@@ -99,7 +107,7 @@ class StoredTensors:
             raise CheckpointError(f"{self.folder} has no tensor {name!r}")
         path = self.places[name].file
         if path not in self._handles:
-            self._handles[path] = PthFile(path) if path.suffix == ".pth" else _open(path)
+            self._handles[path] = PthFile(path) if path.suffix in PTH_SUFFIXES else _open(path)
         return self._handles[path]
 
 

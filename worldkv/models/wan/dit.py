@@ -21,6 +21,7 @@ from torch import nn
 
 from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
+from worldkv.kv.storage import KVStorage
 from worldkv.models.wan.config import WanConfig
 from worldkv.models.wan.rotary import Phases, Rotary, rotate
 
@@ -31,9 +32,23 @@ class WanRow:
 
     latents: torch.Tensor  # [C, F, h, w]
     condition: torch.Tensor | None  # [C', F, h, w], concatenated on channels where the model wants it
-    first_frame: int  # absolute frame index in the window
+    first_frame: int  # its position, in frames
     timestep: float
     wants_velocity: bool
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """Tokens of a forward whose keys go to `slots` of `storage` as they are before rotation, beside what attention
+    writes. Both int64 [N]: which of the packed tokens, and where."""
+
+    storage: KVStorage
+    tokens: torch.Tensor
+    slots: torch.Tensor
+
+    def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
+        """Of all tokens of the forward."""
+        self.storage.write(layer, self.slots, k_THD[self.tokens], v_THD[self.tokens])
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class ForwardPlans:
     history: AttentionPlan
     text: AttentionPlan
     image: AttentionPlan | None = None
+    kept: KeptTokens | None = None
 
 
 @dataclass(frozen=True)
@@ -88,10 +104,12 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    def forward(self, x: torch.Tensor, phases: Phases, plan: AttentionPlan, layer: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, phases: Phases, plans: ForwardPlans, layer: int) -> torch.Tensor:
         q_THD = rotate(self.heads(self.norm_q(self.q(x))), phases)
-        k_THD = rotate(self.heads(self.norm_k(self.k(x))), phases)
-        attended: torch.Tensor = self.o(plan.run(layer, q_THD, k_THD, self.heads(self.v(x))).flatten(1))
+        k_THD, v_THD = self.heads(self.norm_k(self.k(x))), self.heads(self.v(x))
+        if plans.kept is not None:
+            plans.kept.write(layer, k_THD, v_THD)
+        attended: torch.Tensor = self.o(plans.history.run(layer, q_THD, rotate(k_THD, phases), v_THD).flatten(1))
         return attended
 
 
@@ -137,7 +155,7 @@ class Block(nn.Module):
         x, level_T, plans = inputs.x, inputs.level_T, inputs.plans
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + inputs.modulation_U6).unbind(1)
         y = layer_norm(x, self.eps) * (1 + scale1[level_T]) + shift1[level_T]
-        x = x + self.self_attn(y, inputs.phases, plans.history, layer) * gate1[level_T]
+        x = x + self.self_attn(y, inputs.phases, plans, layer) * gate1[level_T]
         x = x + self.cross_attn(self.norm3(x), plans, layer)
         y = layer_norm(x, self.eps) * (1 + scale2[level_T]) + shift2[level_T]
         updated: torch.Tensor = x + self.ffn(y) * gate2[level_T]
@@ -288,15 +306,20 @@ class WanDiT(nn.Module):
             latents = torch.cat([latents, row.condition])
         return latents.to(self.device, self.dtype)
 
-    def _phases(self, rows: Sequence[WanRow]) -> Phases:
+    def phases(
+        self, first_frame: int, num_frames: int, height: int, width: int, groups: tuple[tuple[int, int], ...] = ()
+    ) -> Phases:
+        """Of the tokens of latent frames of `height` x `width`, then of groups on one axis: see `Rotary.phases`."""
         if self._rotary is None:
             self._rotary = Rotary(self.config.head_dim, self.device)
         patch_t, patch_h, patch_w = self.config.patch_size
+        return self._rotary.phases(first_frame, num_frames // patch_t, height // patch_h, width // patch_w, groups)
+
+    def _phases(self, rows: Sequence[WanRow]) -> Phases:
         phases = []
         for row in rows:
             _, num_frames, height, width = row.latents.shape
-            grid = (num_frames // patch_t, height // patch_h, width // patch_w)
-            phases.append(self._rotary.phases(row.first_frame, *grid, self._extra_positions(row)))
+            phases.append(self.phases(row.first_frame, num_frames, height, width, self._extra_positions(row)))
         return torch.cat([cos for cos, _ in phases]), torch.cat([sin for _, sin in phases])
 
     def _video_velocities(self, rows: Sequence[WanRow], hidden: Hidden) -> list[torch.Tensor | None]:

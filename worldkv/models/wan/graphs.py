@@ -90,7 +90,7 @@ class GraphedBlocks:
 def _key(inputs: BlockInputs) -> Hashable | None:
     """The pages and the shapes of the plans; None where no graph can be made."""
     plans = _plans(inputs.plans).values()
-    if not inputs.x.is_cuda or not all(hasattr(plan, "shape_class") for plan in plans):
+    if not inputs.x.is_cuda or inputs.plans.kept is not None or not all(hasattr(plan, "shape_class") for plan in plans):
         return None
     return tuple((type(plan), plan.storage, plan.shape_class) for plan in plans)
 

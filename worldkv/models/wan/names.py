@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from worldkv.models.checkpoints.source import TensorSource
@@ -130,6 +131,34 @@ def _vae_rules(blocks: tuple[tuple[str, str, _Parts], ...]) -> tuple[Rule, ...]:
 VAE21_RULES = _vae_rules(_VAE21_BLOCKS)
 VAE22_RULES = _vae_rules(_VAE22_BLOCKS)
 
+# diffusers' WanTransformer3DModel, of the text-to-video kind
+DIT_RULES = (
+    Rule("patch_embedding.{p}", "patch_embedding.{p}"),
+    *(
+        Rule(f"condition_embedder.{module}_{n}.{{p}}", f"{checkpoint}.{2 * (n - 1)}.{{p}}")
+        for module, checkpoint in (
+            ("time_embedder.linear", "time_embedding"),
+            ("text_embedder.linear", "text_embedding"),
+        )
+        for n in (1, 2)
+    ),
+    Rule("condition_embedder.time_proj.{p}", "time_projection.1.{p}"),
+    Rule("blocks.{i}.scale_shift_table", "blocks.{i}.modulation"),
+    *(
+        Rule(f"blocks.{{i}}.{module}.{part}.{{p}}", f"blocks.{{i}}.{checkpoint}.{stored}.{{p}}")
+        for module, checkpoint in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for part, stored in (
+            *((f"to_{letter}", letter) for letter in "qkv"),
+            *(("to_out.0", "o"), ("norm_q", "norm_q"), ("norm_k", "norm_k")),
+        )
+    ),
+    Rule("blocks.{i}.norm2.{p}", "blocks.{i}.norm3.{p}"),  # the affine one, before the text
+    Rule("blocks.{i}.ffn.net.0.proj.{p}", "blocks.{i}.ffn.0.{p}"),
+    Rule("blocks.{i}.ffn.net.2.{p}", "blocks.{i}.ffn.2.{p}"),
+    Rule("scale_shift_table", "head.modulation"),
+    Rule("proj_out.{p}", "head.head.{p}"),
+)
+
 _FIELDS = {"i": r"(?P<i>\d+)", "j": r"(?P<j>\d+)", "p": r"(?P<p>weight|bias|gamma)"}
 
 
@@ -149,6 +178,28 @@ def sources(names: Iterable[str], rules: Iterable[Rule], prefix: str) -> dict[st
         key = prefix + rule.checkpoint.format(**match.groupdict())
         found[name] = TensorSource(key, rule.part, rule.parts, rule.squeeze)
     return found
+
+
+def checkpoint_name(name: str, rules: Iterable[Rule]) -> str | None:
+    """A library's name as the checkpoint's; None where no rule has it. For rules that take whole tensors."""
+    return _renamed(name, [(rule.module, rule.checkpoint) for rule in rules])
+
+
+def module_name(name: str, rules: Iterable[Rule]) -> str | None:
+    """The other way round."""
+    return _renamed(name, [(rule.checkpoint, rule.module) for rule in rules])
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str | None:
+    for pattern, target in pairs:
+        if match := _compiled(pattern).fullmatch(name):
+            return target.format(**match.groupdict())
+    return None
+
+
+@cache
+def _compiled(template: str) -> re.Pattern[str]:
+    return re.compile(_pattern(template))
 
 
 def _pattern(template: str) -> str:
