@@ -121,13 +121,17 @@ def add_robot_and_base(group: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="the robot: a packaged one (see `worldkv embodiments`) or a yaml file of your own (the checkpoint's)",
     )
+    add_base(group)
+
+
+def add_base(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--base",
         type=Path,
         action="append",
         default=[],
         metavar="DIR",
-        help="base Wan folder, for what a LoRA run leaves out; of several the first that has a part brings it",
+        help="base Wan folder, for what a checkpoint leaves out; of several the first that has a part brings it",
     )
 
 
