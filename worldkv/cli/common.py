@@ -138,7 +138,7 @@ def add_base(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="base Wan folder, for what a LoRA run leaves out; of several the first that has a part brings it",
+        help="base Wan folder, for what a checkpoint leaves out; of several the first that has a part brings it",
     )
 
 
