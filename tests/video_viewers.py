@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from worldkv.engine.engine import EngineConfig
 from worldkv.load import load_app
+from worldkv.models.causal_wan.folder import Choices
 from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.videos.app import VideoApp
 from worldkv.videos.muxer import packed_jpegs
@@ -26,7 +27,8 @@ PATIENCE_S = 30.0
 
 
 def video_app(**options: Any) -> VideoApp:
-    app = load_app(random_folder(), EngineConfig(block_size=16, **{"max_sessions": 8, **options}), **SIZE)
+    config = EngineConfig(block_size=16, **{"max_sessions": 8, **options})
+    app = load_app(random_folder(), config, choices=Choices(**SIZE))
     assert isinstance(app, VideoApp)
     return app
 

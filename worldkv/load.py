@@ -22,6 +22,7 @@ from worldkv.kv.cache import KVCache
 from worldkv.kv.storage import KVStorage
 from worldkv.models.base import InputsT, KeepsTensors, ResultT, StateT, WorldModel
 from worldkv.models.causal_wan import checkpoint as causal_wan
+from worldkv.models.causal_wan.folder import Choices
 from worldkv.models.checkpoints.modules import Progress
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
 from worldkv.models.hub import checkpoint_folder
@@ -190,7 +191,7 @@ def load_videos(
     checkpoint: causal_wan.Checkpoint | Path | str,
     config: EngineConfig | None = None,
     *,
-    choices: causal_wan.Choices | None = None,
+    choices: Choices | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     precision: Precision = "model",

@@ -75,4 +75,4 @@ def test_a_robot_s_checkpoint_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert main(["generate", str(random_checkpoint()), "--prompt", "a lake", "-o", str(tmp_path / "v.mp4")]) == 2
     assert "expected a model of causal_wan" in capsys.readouterr().err
     assert main(["serve", str(random_folder()), "--embodiment", "oxe_droid", "--port", "0"]) == 2
-    assert "--embodiment: is for the family dreamzero" in capsys.readouterr().err
+    assert "is a model of video, which has no such choice" in capsys.readouterr().err

@@ -16,12 +16,13 @@ from causal import SIZE, random_folder  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_app  # noqa: E402
+from worldkv.models.causal_wan.folder import Choices  # noqa: E402
 from worldkv.videos.app import VideoApp, VideoSession  # noqa: E402
 
 
 @pytest.fixture
 def app() -> Iterator[VideoApp]:
-    app = load_app(random_folder(), EngineConfig(block_size=16, max_sessions=4), **SIZE)
+    app = load_app(random_folder(), EngineConfig(block_size=16, max_sessions=4), choices=Choices(**SIZE))
     assert isinstance(app, VideoApp)
     yield app
     app.close()

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worldkv.cli.errors import UsageError
-from worldkv.cli.families import add_video_options, options_of
 from worldkv.cli.numbers import power_of_two, real, whole
+from worldkv.cli.video import OF_ROBOTS, add_video_options, expect_options_of, video_choices
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import progress, spinner
 from worldkv.words import count
@@ -254,15 +254,18 @@ def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None, onl
         family = served_family(arguments.checkpoint)
         if only_family not in (None, family):
             raise UsageError(f"--checkpoint: expected a model of {only_family}, {arguments.checkpoint} is of {family}")
-        own = options_of(arguments, family)
+        expect_options_of(family, arguments)
+        own: dict[str, object] = {}
         if family == "dreamzero":
             from worldkv.models.dreamzero.checkpoint import Checkpoint
 
             checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
             check_attention(arguments.attention, checkpoint, arguments.block_size, device, dtype)
             check_memory(checkpoint, arguments, device, dtype, max_sessions)
+            given = {name: getattr(arguments, name) for name in OF_ROBOTS}
+            own = {name: value for name, value in given.items() if value is not None}
         else:
-            own["base"] = arguments.base
+            own["choices"] = video_choices(arguments)
     with plain_warnings(), progress("loading weights", is_bytes=True) as step:
         return load_app(
             checkpoint,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from worldkv.models.causal_wan.folder import Choices
 
 OF_VIDEO = ("preset", "height", "width", "window_frames", "sink_frames", "lora")
-OF_ROBOTS = ("embodiment", "cfg_scale")
+OF_ROBOTS = ("embodiment", "steps", "cfg_scale")
 _FAMILIES = {"dreamzero": ("robots", OF_VIDEO), "causal_wan": ("video", OF_ROBOTS)}  # the options that it has not
 
 

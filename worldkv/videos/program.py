@@ -76,7 +76,7 @@ class VideoMaker:
         if prompt is None:
             raise BadRequest("prompt: the first block of a session needs one")
         token_ids, mask = yield OnHost(partial(self._tokenizer.encode, prompt), "preprocess")
-        request = BlockRequest(token_ids, mask, inputs.switch, inputs.seed)
+        request = BlockRequest(token_ids, mask, inputs.switch, seed=inputs.seed)
         outcome = yield from self.model.program(kv, state.model, request)
         block, first_latent = outcome.result, outcome.result.first_frame
         assert block.video is not None, "loaded with decodes=False"
