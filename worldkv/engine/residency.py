@@ -116,6 +116,7 @@ class Residency:
 
     def park(self, session: Session, done: Done = lambda _: None) -> None:
         """Begin to move an idle session's K/V to the host. Raises AdmissionRefused where host memory is full."""
+        session.take_back()
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
             raise AdmissionRefused(self._host_is_full(num_bytes))
