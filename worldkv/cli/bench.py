@@ -240,6 +240,7 @@ def _measure_engine(
         print(f"warm after {results['warm_up_s']} s: {made_so_far(bench)}")
         if "ticks" in arguments.parts:
             results["ticks"] = _ticks(bench, results["ceilings"]["matrix_tflops"], "DiT")
+            results["begun"] = _begun(bench)
         if "sessions" in arguments.parts:
             results["sessions"] = _sessions(bench, counts)
         if "steady" in arguments.parts and device.type == "cuda":
@@ -271,6 +272,17 @@ def _ticks(bench: Bench, ceiling: float, name: str) -> dict[str, Any]:
         f"{100 * measured['fraction_of_ceiling']:.1f} % of the matrix ceiling"
     )
     print(f"  encoders, ms: {measured['encoder_ms']}; whole ticks, ms: {measured['tick_ms']}")
+    return measured
+
+
+def _begun(bench: Bench) -> dict[str, Any]:
+    from worldkv.bench.ticks import measure_begun
+
+    measured = measure_begun(bench)
+    print(
+        f"  a reply: {measured['reply_ms']} ms; {measured['begun_reply_ms']} ms, {measured['ratio']} of that, where "
+        "its frames were sent as they were taken"
+    )
     return measured
 
 
