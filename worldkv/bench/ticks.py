@@ -59,7 +59,7 @@ def measure_window(bench: Bench) -> dict[str, Any]:
     }
 
 
-def measure_begun(bench: Bench, windows: int = 3) -> dict[str, Any]:
+def measure_begun(bench: Bench, windows: int = 3) -> dict[str, float]:
     """Milliseconds of a reply, and of one whose frames came ahead: medians of two sessions that take turns, so that
     whatever else the machine does is the same for both."""
     sessions = [bench.engine.open_session() for _ in range(2)]

@@ -275,7 +275,7 @@ def _ticks(bench: Bench, ceiling: float, name: str) -> dict[str, Any]:
     return measured
 
 
-def _begun(bench: Bench) -> dict[str, Any]:
+def _begun(bench: Bench) -> dict[str, float]:
     from worldkv.bench.ticks import measure_begun
 
     measured = measure_begun(bench)
