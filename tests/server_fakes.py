@@ -21,6 +21,7 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from worldkv.app import KeptAhead
 from worldkv.engine.admission import Capacity
 from worldkv.engine.stats import Stats
 from worldkv.errors import AdmissionRefused, BadRequest, SessionBusy, SessionEnded, SessionNotFound
@@ -103,6 +104,9 @@ class FakePolicy:
     def read(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
         return observation
 
+    def read_ahead(self, frames: Mapping[str, Any]) -> Mapping[str, Any]:
+        return frames
+
     def open_session(self, session_id: str | None = None) -> FakePolicySession:
         assert session_id not in self.live, "opened twice"
         if len(self.live) >= self.capacity:
@@ -128,6 +132,15 @@ class FakePolicySession:
     pending: Future[FakeReply] | None = None
     is_closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+    ahead: dict[str, Any] = field(default_factory=dict)  # the newest frames that came before their request
+    num_ahead: int = 0
+
+    def observe(self, frames: Mapping[str, Any]) -> Future[KeptAhead[Any]]:
+        self.ahead |= frames
+        self.num_ahead += 1
+        done: Future[KeptAhead[Any]] = Future()
+        done.set_result(KeptAhead(num_frames=self.num_ahead, warnings=(), begin=None))
+        return done
 
     def infer(self, observation: Mapping[str, Any]) -> Future[FakeReply]:
         with self.lock:
@@ -138,7 +151,10 @@ class FakePolicySession:
             future: Future[FakeReply] = Future()
             future.set_running_or_notify_cancel()
             self.pending = future
-        threading.Thread(target=self._tick, args=(dict(observation), future), daemon=True).start()
+        whole, self.ahead = {**self.ahead, **observation}, {}
+        assert observation.get("frames_ahead", 0) in (0, self.num_ahead)
+        self.num_ahead = 0
+        threading.Thread(target=self._tick, args=(whole, future), daemon=True).start()
         return future
 
     def _tick(self, observation: dict[str, Any], future: Future[FakeReply]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
-from worldkv.errors import EngineStopped
+from worldkv.errors import BadRequest, EngineStopped, SessionEnded, SessionNotFound
 from worldkv.models.base import InputsT, ResultT
 
 if TYPE_CHECKING:
@@ -64,6 +64,16 @@ class Reply(ABC):
     def events(self) -> tuple[str, ...]:
         """What belongs into the session's story, beside the warnings."""
         return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptAhead(Generic[InputsT]):
+    """What answers a client that sends a part of its request ahead of it. `num_frames`: that wait for the request now.
+    `warnings`: as of a Reply. `begin`: what its tick can begin with; None: it cannot yet."""
+
+    num_frames: int
+    warnings: tuple[str, ...]
+    begin: InputsT | None
 
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
@@ -133,6 +143,14 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
     @abstractmethod
     def reply(self, ticked: TickReply[ResultT]) -> ReplyT:
         """What a tick answers. On the engine's thread: it only arranges."""
+
+    def read_ahead(self, fields: Mapping[str, object]) -> InputsT:
+        """Check what a client sent ahead of its request, as `read` does."""
+        raise BadRequest(f"observe: {self.name} takes whole requests only")
+
+    def kept(self, ticked: TickReply[ResultT]) -> KeptAhead[InputsT]:
+        """What answers that. On the engine's thread: it only arranges."""
+        raise NotImplementedError
 
     @property
     def summary(self) -> Mapping[str, str]:
@@ -246,6 +264,19 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
         submitted.add_done_callback(lambda done: self._answer(done, answer))
         return answer
 
+    def observe(self, inputs: InputsT) -> Future[KeptAhead[InputsT]]:
+        """Keep a part of the next request, and begin its tick as soon as that can be done; `infer` then takes the rest,
+        and its reply waits for the rest only.
+
+        `inputs`: what `App.read_ahead` made. It waits for a tick in flight, and the next `infer` waits for it. Raises
+        like `infer`; a beginning that fails is made up for by `infer`, and nobody is told but the log.
+        """
+        answer: Future[KeptAhead[InputsT]] = Future()
+        answer.set_running_or_notify_cancel()
+        submitted = self._engine.submit(self.handle, inputs, waits_its_turn=True)
+        submitted.add_done_callback(lambda done: self._answer_kept(done, answer))
+        return answer
+
     def imagine(self, noise_seed: int | None = None) -> Future[ReplyT]:
         """A tick without a client: the future that the last one predicted is taken for observed, and the next one
         imagined. It waits for a tick in flight, and a client's next one waits for it. Raises like `infer`; BadRequest
@@ -320,10 +351,31 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
             self._happened("imagined")
         elif self.record is not None:
             self.record.tick(reply)
-        for warning in reply.warnings:
+        self._warn(reply.warnings)
+        answer.set_result(reply)
+
+    def _answer_kept(self, done: Future[TickReply[ResultT]], answer: Future[KeptAhead[InputsT]]) -> None:
+        """The engine's thread. The beginning is asked for before its client can ask for anything."""
+        error = done.exception()
+        if error is not None:
+            answer.set_exception(error)
+            return
+        kept = self._app.kept(done.result())
+        self._warn(kept.warnings)
+        if kept.begin is not None:
+            with suppress(EngineStopped):
+                self._engine.work_ahead(self.handle, kept.begin).add_done_callback(self._note_begun)
+        answer.set_result(kept)
+
+    def _note_begun(self, done: Future[object]) -> None:
+        error = done.exception()
+        if error is not None and not isinstance(error, SessionEnded | SessionNotFound | EngineStopped):
+            logger.warning("session %s: its next tick could not begin ahead: %s", self.session_id, error)
+
+    def _warn(self, warnings: tuple[str, ...]) -> None:
+        for warning in warnings:
             fields = {"event": "warning", "session": self.session_id}
             logger.warning("session %s: %s", self.session_id, warning, extra=fields)
-        answer.set_result(reply)
 
     def _note_restored(self, done: Future[None]) -> None:
         if not done.cancelled() and done.exception() is None:

@@ -228,3 +228,137 @@ def test_actions_of_a_chunk_come_in_order_at_their_own_step(execute: int, arriva
             )
             assert index == min(step - asked_at, HORIZON - 1)
         client.go.release(len(arrivals) + 2)
+
+
+class KeepingClient(SlowClient):
+    """Keeps frames ahead of their request. `whole`: the frames of each camera that a request had in all."""
+
+    def __init__(self, *, at_once: bool = False, keeps: bool = True) -> None:
+        super().__init__(at_once=at_once)
+        self.keeps = keeps
+        self.kept: list[dict[str, Any]] = []
+        self.whole: list[dict[str, list[int]]] = []
+        self.num_kept: list[int] = []  # of each request
+
+    def observe(self, observation: Mapping[str, Any]) -> int:
+        if not self.keeps:
+            raise ConnectionLost("gone")
+        self.kept.append(dict(observation))
+        return len(self.kept)
+
+    def infer(self, observation: Mapping[str, Any]) -> np.ndarray:
+        parts, self.kept = [*self.kept, dict(observation)], []
+        self.num_kept.append(len(parts) - 1)
+        cameras = dict.fromkeys(name for part in parts for name in part if name in ("camera", "wrist"))
+        self.whole.append({c: [int(v) for part in parts for v in part.get(c, _NONE)[:, 0, 0, 0]] for c in cameras})
+        return super().infer(observation)
+
+    def reset(self) -> None:
+        super().reset()
+        self.kept = []
+
+
+_NONE = np.zeros((0, 1, 1, 1), np.uint8)
+
+
+def wait_for_requests(client: SlowClient, count: int) -> None:
+    for _ in range(count):
+        assert client.arrived.acquire(timeout=10)
+
+
+def test_frames_are_sent_as_they_are_taken_and_the_request_brings_the_rest() -> None:
+    client = KeepingClient(at_once=True)
+    with ActionBroker(client, execute=HORIZON, lead=0) as broker:
+        steps(broker, 25)
+        wait_for_requests(client, 2)
+    assert client.whole[1] == {"camera": [1, 8, 16, 24]}, "as they are without a lead"
+    assert client.num_kept == [0, 3]
+    assert client.requests[1]["camera"][:, 0, 0, 0].tolist() == [24]
+
+
+def test_with_a_lead_a_request_has_no_frames_of_its_own() -> None:
+    client = KeepingClient(at_once=True)
+    with ActionBroker(client, execute=HORIZON, lead=4) as broker:
+        steps(broker, 49)
+        wait_for_requests(client, 3)
+    assert client.whole[1:] == [{"camera": [1, 7, 13, 20]}, {"camera": [25, 31, 37, 44]}]
+    assert client.num_kept == [0, 4, 4]
+    assert "camera" not in client.requests[1]
+    assert client.requests[1]["joints"].shape == (7,)
+
+
+def test_a_request_that_waited_for_the_reply_before_it_brings_what_is_seen_now() -> None:
+    client = KeepingClient()
+    client.go.release()
+    with ActionBroker(client, execute=8, lead=2) as broker:
+        steps(broker, 20)  # the second is asked for at step 8, the third should have been at 16
+        client.go.release()
+        wait_for_reply(broker)
+        steps(broker, 1, 20)
+        wait_for_requests(client, 3)
+        assert client.whole[1] == {"camera": [1, 2, 4, 6]}
+        assert client.whole[2] == {"camera": [9, 10, 12, 14, 20]}, "the server uses the newest four"
+        client.go.release()
+
+
+def test_frames_that_could_not_be_sent_ahead_come_with_their_request(caplog: pytest.LogCaptureFixture) -> None:
+    client = KeepingClient(at_once=True, keeps=False)
+    with ActionBroker(client, execute=HORIZON, lead=4) as broker, caplog.at_level("WARNING"):
+        steps(broker, 25)
+        client.keeps = True
+        steps(broker, 24, 25)
+        wait_for_requests(client, 3)
+    assert client.requests[1]["camera"][:, 0, 0, 0].tolist() == [1, 7, 13, 20]
+    assert client.num_kept == [0, 0, 4], "the next ones are tried again"
+    assert caplog.messages == ["frames were not sent ahead, their request brings them: gone"], "one of four is enough"
+
+
+def test_a_camera_that_comes_late_is_sent_with_the_request() -> None:
+    client = KeepingClient(at_once=True)
+    with ActionBroker(client, execute=8, lead=0) as broker:
+        for step in range(17):
+            broker.step({**seen(step), **({"wrist": np.full((2, 2, 3), step, np.uint8)} if step >= 12 else {})})
+            if step == 8:
+                wait_for_reply(broker)
+        wait_for_requests(client, 3)
+    assert client.requests[2]["wrist"][:, 0, 0, 0].tolist() == [12, 12, 13, 16]
+    assert client.requests[2]["camera"][:, 0, 0, 0].tolist() == [9, 11, 13, 16], "all four: these count"
+
+
+def test_a_reset_forgets_which_frames_were_planned() -> None:
+    client = KeepingClient(at_once=True)
+    with ActionBroker(client, execute=8, lead=2) as broker:
+        steps(broker, 5)
+        broker.reset()
+        steps(broker, 9, 5)
+        wait_for_requests(client, 3)
+    assert client.whole == [{"camera": [0]}, {"camera": [5]}, {"camera": [6, 7, 9, 11]}]
+
+
+def test_a_lead_needs_a_client_that_observes_and_steps_to_be_ahead_of() -> None:
+    with pytest.raises(ValueError, match=r"lead: expected None, or 0 to execute - 1 \(7\) steps, got 8"):
+        ActionBroker(KeepingClient(), execute=8, lead=8)
+    with pytest.raises(ValueError, match="a client that can `observe`, got SlowClient"):
+        ActionBroker(SlowClient(), execute=8, lead=1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, HORIZON), st.data(), st.lists(st.booleans(), min_size=10, max_size=80))
+def test_a_server_sees_the_same_frames_however_they_are_sent(execute: int, data: Any, arrivals: list[bool]) -> None:
+    lead = data.draw(st.integers(0, execute - 1))
+    seen_by = []
+    for keeps in (True, False):
+        client = KeepingClient(keeps=keeps)
+        client.go.release()
+        with ActionBroker(client, execute=execute, when_late="hold", lead=lead) as broker:
+            asked = 1
+            for step, arrives in enumerate(arrivals):
+                broker.step(seen(step))
+                if arrives and broker._asked is not None:
+                    client.go.release()
+                    wait_for_reply(broker)
+                asked = max(asked, len(client.requests))
+            client.go.release(len(arrivals) + 2)
+        broker._thread.join(10)
+        seen_by.append(client.whole)
+    assert seen_by[0] == seen_by[1]

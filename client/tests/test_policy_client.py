@@ -20,7 +20,7 @@ from websockets.sync.server import ServerConnection, serve
 
 from worldkv_client.client import PolicyClient
 from worldkv_client.errors import ConnectionLost, RemoteError
-from worldkv_client.wire import RESET_REPLY, CloseCode, infer_reply, pack, parse_request, unpack
+from worldkv_client.wire import RESET_REPLY, CloseCode, infer_reply, observe_reply, pack, parse_request, unpack
 from worldkv_client.wire.robots import InferRequest
 
 METADATA = {"image_resolution": [180, 320], "needs_session_id": True}
@@ -214,3 +214,74 @@ def test_a_client_that_could_never_work_is_refused(arguments: dict[str, Any], re
 )
 def test_hosts_become_uris(host: str, port: int | None, uri: str) -> None:
     assert PolicyClient(host, port).uri == uri
+
+
+class KeepingServer:
+    """Keeps frames for the next request; in a reply's actions [1, 8] how many it says were sent ahead. `told`: all
+    requests, without their frames."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.drop_next = False
+
+    def __call__(self, ws: ServerConnection) -> None:
+        waiting = 0
+        for message in ws:
+            fields = unpack(message, max_bytes=1 << 20)
+            request = parse_request(fields)
+            self.told.append({name: value for name, value in fields.items() if "image" not in name})
+            if self.drop_next:
+                self.drop_next = False
+                ws.close()
+                return
+            if not isinstance(request, InferRequest):
+                ws.send(RESET_REPLY)
+            elif request.observes:
+                waiting += 1
+                ws.send(pack(observe_reply(request, waiting)))
+            else:
+                waiting = 0
+                actions = np.full((1, 8), request.observation.get("frames_ahead", 0), np.float32)
+                ws.send(pack(infer_reply(request, actions, {"infer_ms": 1.0})))
+
+
+@pytest.mark.parametrize("dialect", ["roboarena", "openpi"])
+def test_a_request_says_how_many_frames_were_sent_ahead_of_it(dialect: str) -> None:
+    server, observation = KeepingServer(), ROBOARENA if dialect == "roboarena" else OPENPI
+
+    def told(reply: Any) -> int:
+        return int((reply["actions"] if isinstance(reply, dict) else reply)[0, 0])
+
+    with misbehaving(server) as port, PolicyClient(port=port, dialect=dialect) as client:
+        assert told(client.infer(observation)) == 0
+        assert [client.observe(observation), client.observe(observation)] == [1, 2]
+        assert told(client.infer({"prompt": "pick"})) == 2
+        assert told(client.infer(observation)) == 0
+        client.observe({**observation, "env_id": 1})
+        assert told(client.infer(observation)) == 0, "another environment's"
+        assert told(client.infer({"prompt": "pick", "env_id": 1})) == 1
+        client.observe(observation)
+        client.reset()
+        assert told(client.infer(observation)) == 0, "the server has forgotten them"
+    marked = {"endpoint": "observe"} if dialect == "roboarena" else {"observe": True}
+    assert marked.items() <= server.told[1].items()
+    assert "frames_ahead" not in server.told[1]
+
+
+def test_a_lost_connection_forgets_how_many_frames_were_sent_ahead() -> None:
+    server = KeepingServer()
+    with misbehaving(server) as port, PolicyClient(port=port) as client:
+        client.observe(ROBOARENA)
+        server.drop_next = True
+        with pytest.raises(ConnectionLost):
+            client.observe(ROBOARENA)
+        client.infer(ROBOARENA)
+    assert "frames_ahead" not in server.told[-1]
+    assert server.told[-1]["resume"] is True, "or a session that is gone would be begun anew"
+
+
+def test_a_server_that_takes_frames_for_a_request_is_told_from_one_that_keeps_them() -> None:
+    with misbehaving(CountingServer()) as port, PolicyClient(port=port) as client:
+        with pytest.raises(ConnectionLost, match="it is older than this client"):
+            client.observe(ROBOARENA)
+        assert ticked(client, ROBOARENA) == (2, True)

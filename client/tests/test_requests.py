@@ -10,6 +10,7 @@ import pytest
 from worldkv_client import errors
 from worldkv_client.errors import AdmissionRefused, BadRequest, WorldKVError
 from worldkv_client.wire import (
+    CONTROL_FIELDS,
     CloseCode,
     Dialect,
     InferRequest,
@@ -18,8 +19,10 @@ from worldkv_client.wire import (
     error_text,
     infer_reply,
     normalise_session_id,
+    observe_reply,
     parse_request,
 )
+from worldkv_client.wire.robots import require_no_near_miss
 
 
 class TestRequests:
@@ -169,3 +172,21 @@ class TestReplies:
 
     def test_an_unexpected_error_s_text_tells_nothing_of_the_inside(self) -> None:
         assert error_text(KeyError("secret"), "1f") == "internal: the server failed on this request [error 1f]"
+
+
+def test_frames_ahead_of_a_request_are_marked_in_either_dialect() -> None:
+    fields = {"observation/wrist_image_left": 2}
+    roboarena = parse_request({"endpoint": "observe", "session_id": "a", "env_id": 1, **fields})
+    assert roboarena == InferRequest(Dialect.ROBOARENA, fields, "a", env_id="1", observes=True)
+    assert parse_request({"endpoint": "infer", "observe": True, **fields}) == InferRequest(
+        Dialect.ROBOARENA, fields, observes=True
+    )
+    openpi = parse_request({"observe": True, "sequence": 3, "reset": True, "observation/exterior_image_1_left": 1})
+    assert openpi == InferRequest(
+        Dialect.OPENPI, {"observation/exterior_image_0_left": 1}, sequence=3, restart=True, observes=True
+    )
+    assert observe_reply(openpi, 2, ("black",)) == {"frames_ahead": 2, "sequence": 3, "warnings": ["black"]}
+    with pytest.raises(BadRequest, match="observe: expected a bool, got 1"):
+        parse_request({"observe": 1, **fields})
+    with pytest.raises(BadRequest, match="did you mean observe"):
+        require_no_near_miss(["obserev"], CONTROL_FIELDS)

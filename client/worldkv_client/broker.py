@@ -8,7 +8,8 @@ Action i of a chunk belongs to the i-th step after the observation that asked fo
 therefore goes on at its action d, and until then the old chunk's rest is executed. What was asked before a `reset` is
 dropped when it comes, and so is a chunk all of whose steps have passed. Frames are collected at every step, and sent
 as the model was trained to see them: spread over the steps since the last request; a camera that had none at a step is
-sent its frame before that. Not thread-safe; the client belongs to the broker's own thread.
+sent its frame before that. With a `lead` they are sent as they are taken, ahead of their request. Not thread-safe; the
+client belongs to the broker's own thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 
@@ -44,11 +45,25 @@ class Client(Protocol):
     def reset(self) -> None: ...
 
 
+class ObservingClient(Client, Protocol):
+    """One that sends frames ahead of a request, too."""
+
+    def observe(self, observation: Mapping[str, Any], /) -> int: ...
+
+
 @dataclass(frozen=True)
 class _Asked:
     sequence: int
     step: int  # of the observation
     observation: dict[str, Any] | None  # None: reset
+    num_ahead: int = 0  # of its frames, the oldest, were to be sent before it
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Frames that are to be sent ahead of their request."""
+
+    observation: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,9 @@ class ActionBroker:
     request but the first. `when_late`: with the chunk at its end and no new one here, "hold" repeats its last action,
     "wait" stops the control loop until the reply comes. A hold is logged when it begins. After `hold_limit_s` seconds
     of it `step` raises ConnectionLost, once; the step after that starts over, as the first one: it asks with what is
-    seen then, and waits.
+    seen then, and waits. `lead`: frames are sent as they are taken, the newest of a request so many steps before it:
+    if the server can encode them by then, the reply waits for denoising only. 0: the newest goes with the request. A
+    request that has to wait for the reply before it brings its step's frame as well. None: all go with the request.
     """
 
     def __init__(
@@ -75,6 +92,7 @@ class ActionBroker:
         num_frames: int = 4,
         when_late: Literal["hold", "wait"] = "wait",
         hold_limit_s: float = 5.0,
+        lead: int | None = None,
     ) -> None:
         """Raises ValueError for what can never work."""
         if execute < 1 or num_frames < 1:
@@ -83,7 +101,14 @@ class ActionBroker:
             raise ValueError(f"when_late: expected 'hold' or 'wait', got {when_late!r}")
         if not hold_limit_s > 0:
             raise ValueError(f"hold_limit_s: expected seconds > 0, got {hold_limit_s}")
+        if lead is not None and not 0 <= lead < execute:
+            raise ValueError(f"lead: expected None, or 0 to execute - 1 ({execute - 1}) steps, got {lead}")
+        if lead is not None and not hasattr(client, "observe"):
+            raise ValueError(f"lead: expected a client that can `observe`, got {type(client).__name__}; leave it None")
         self._client = client
+        self._lead = lead
+        self._planned: list[int] = []  # steps whose frames the next request is to have
+        self._ahead: list[dict[str, np.ndarray]] = []  # those that are on their way, the newest last
         self._execute = execute
         self._num_frames = num_frames
         self._holds = when_late == "hold"
@@ -97,7 +122,7 @@ class ActionBroker:
         self._chunk: _Chunk | None = None
         self._ticked: int | None = None  # the step of the newest observation that was answered
         self._asked: _Asked | None = None
-        self._requests: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Asked | _Taken | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[_Asked, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="worldkv-broker", daemon=True)
         self._thread.start()
@@ -123,6 +148,8 @@ class ActionBroker:
         self._take_replies(wait=False)
         if self._asked is None and (self._chunk is None or self._step - self._chunk.step >= self._execute):
             self._ask(observation)
+        else:
+            self._send_ahead(observation)
         action = self._action_now()
         self._step += 1
         return action
@@ -139,17 +166,42 @@ class ActionBroker:
     def _start_over(self) -> None:
         self._chunk, self._asked, self._ticked, self._held_since = None, None, None, None
         self._seen.clear()
+        self._planned, self._ahead = [], []
 
     def _ask(self, observation: Mapping[str, Any]) -> None:
-        offsets = [0] if self._chunk is None else frame_offsets(len(self._seen), self._num_frames)
         cameras = dict.fromkeys(name for images in self._seen for name in images)
-        stacks = {name: np.stack([self._frame(name, offset) for offset in offsets]) for name in cameras}
+        num_ahead = len(self._ahead) if all(images.keys() == cameras.keys() for images in self._ahead) else 0
+        if num_ahead:
+            late = self._step > self._planned[-1] + (self._lead or 0)
+            num_now = max(int(late), self._planned.count(self._step))
+            frames = [*self._ahead, *[self._frames_now(cameras)] * num_now]
+            stacks = {name: np.stack([images[name] for images in frames]) for name in cameras}
+        else:
+            offsets = [0] if self._chunk is None else frame_offsets(len(self._seen), self._num_frames)
+            stacks = {name: np.stack([self._frame(name, offset) for offset in offsets]) for name in cameras}
         request = {**observation, **stacks}
         if self._ticked is not None:
             request["executed_steps"] = self._step - self._ticked
-        self._asked = _Asked(next(self._sequence), self._step, request)
+        self._asked = _Asked(next(self._sequence), self._step, request, num_ahead)
         self._requests.put(self._asked)
         self._seen.clear()
+        self._ahead.clear()
+        if self._lead is not None:
+            num_steps = self._execute - self._lead
+            newest = self._step + num_steps
+            self._planned = [newest + offset for offset in frame_offsets(num_steps, self._num_frames)]
+
+    def _send_ahead(self, observation: Mapping[str, Any]) -> None:
+        """Send this step's frames, if the next request is to have them."""
+        count = self._planned.count(self._step)
+        if count:
+            images = self._frames_now(dict.fromkeys(name for images in self._seen for name in images))
+            self._ahead += [images] * count
+            stacks = {name: np.stack([image] * count) for name, image in images.items()}
+            self._requests.put(_Taken({**observation, **stacks}))
+
+    def _frames_now(self, cameras: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {name: self._frame(name, 0) for name in cameras}
 
     def _frame(self, camera: str, offset: int) -> np.ndarray:
         """What a camera saw at a step, or last before it; else what it saw first."""
@@ -211,22 +263,51 @@ class ActionBroker:
 
     def _serve(self) -> None:
         """The broker's thread: one request after the other."""
+        all_kept = True  # the frames that were sent ahead since the last one
         while (asked := self._requests.get()) is not None:
+            if isinstance(asked, _Taken):
+                all_kept = all_kept and self._observe(asked)
+                continue
             reply: Any = None
             try:
                 if asked.observation is None:
                     self._client.reset()
                 else:
-                    reply = self._client.infer(asked.observation)
+                    reply = self._client.infer(_left(asked) if all_kept else asked.observation)
             except Exception as error:
                 reply = error
+            all_kept = True
             self._replies.put((asked, reply))
+
+    def _observe(self, taken: _Taken) -> bool:
+        """Whether the server has kept them; if not, their request brings them, and says why it cannot."""
+        try:
+            cast(ObservingClient, self._client).observe(taken.observation)
+        except Exception as error:
+            logger.warning("frames were not sent ahead, their request brings them: %s", error)
+            return False
+        return True
 
 
 def frame_offsets(num_steps: int, num_frames: int) -> list[int]:
     """Which of the last `num_steps` steps' frames are sent, 0 the newest: the stock client's -23, -16, -8, 0 for 24."""
     spaced = [-round(num_steps * index / (num_frames - 1)) if num_frames > 1 else 0 for index in range(num_frames)]
     return [max(offset, 1 - num_steps) for offset in reversed(spaced)]
+
+
+def _left(asked: _Asked) -> dict[str, Any]:
+    """What is left to be asked once its first frames have been sent."""
+    assert asked.observation is not None
+    left = {}
+    for name, value in asked.observation.items():
+        part = value[asked.num_ahead :] if _is_stack(value) else value
+        if not _is_stack(value) or len(part):
+            left[name] = part
+    return left
+
+
+def _is_stack(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 4 and value.shape[-1] == 3
 
 
 def _is_image(value: object) -> bool:

@@ -98,6 +98,7 @@ class PolicyClient:
         self._on_wait = on_wait
         self._max_message_bytes = max_message_bytes
         self._sequence = itertools.count()
+        self._frames_ahead: dict[object, int] = {}  # by env_id: sent by `observe` since the last reply
         self._metadata: dict[str, Any] = {}
         self._socket: ClientConnection | None = None
         self._cleanup = contextlib.ExitStack()
@@ -128,9 +129,33 @@ class PolicyClient:
         Arrays are read-only. Raises BadRequest for what cannot be sent, RemoteError for what the server refuses (its
         text, and the close code), ConnectionLost (also on timeout).
         """
+        ahead = self._frames_ahead.get(_environment(observation), 0)
+        told = {"frames_ahead": ahead} if ahead else {}
+        answer = self._ask({**told, **observation, **({"details": True} if details else {})}, "infer")
+        self._frames_ahead.pop(_environment(observation), None)
+        return answer
+
+    def observe(self, observation: Mapping[str, Any]) -> int:
+        """Send frames as they are taken, ahead of the next `infer`, which then leaves them out.
+
+        `observation`: the cameras, a frame or several of each, and the prompt where it is known; all else is not read.
+        The server encodes a tick's frames as soon as all of them are there, so that the reply to `infer` waits for
+        denoising only; it is the reply to a request with all of them. Returns how many frames of each camera wait now.
+        At most a tick's may (4 for DROID). Whatever raises in between, the next `infer` needs all of its frames again.
+        Raises like `infer`.
+        """
+        answer = self._ask(observation, "observe")
+        ahead = answer.get("frames_ahead") if isinstance(answer, dict) else None
+        if not isinstance(ahead, int):
+            self._lose()
+            raise ConnectionLost(f"{self.uri} knows no frames ahead of a request: it is older than this client")
+        self._frames_ahead[_environment(observation)] = ahead
+        return ahead
+
+    def _ask(self, fields: Mapping[str, Any], endpoint: str) -> np.ndarray | dict[str, Any]:
         sequence = next(self._sequence)
-        request = {**observation, **self._controls(sequence), **({"details": True} if details else {})}
-        reply = self._reply_to(lambda: request | ({"resume": True} if self._must_resume() else {}))
+        request = {**fields, **self._controls(sequence, endpoint)}
+        reply = self._reply_to(lambda: {**request, **({"resume": True} if self._must_resume() else {})})
         if isinstance(reply, str):
             raise self._remote_error(reply)
         answer = self._checked_answer(reply, sequence)
@@ -140,6 +165,7 @@ class PolicyClient:
 
     def reset(self) -> None:
         """Make the next `infer` start a new history. Raises like `infer`."""
+        self._frames_ahead.clear()
         if self.dialect is Dialect.OPENPI:
             self._forget_first = True
             self._has_history = False
@@ -155,10 +181,11 @@ class PolicyClient:
         self._socket = None
         self._cleanup.close()
 
-    def _controls(self, sequence: int) -> dict[str, Any]:
+    def _controls(self, sequence: int, endpoint: str) -> dict[str, Any]:
         if self.dialect is Dialect.ROBOARENA:
-            return {"endpoint": "infer", "session_id": self.session_id}
-        return {"sequence": sequence, **({"reset": True} if self._forget_first else {})}
+            return {"endpoint": endpoint, "session_id": self.session_id}
+        observes = {"observe": True} if endpoint == "observe" else {}
+        return {"sequence": sequence, **observes, **({"reset": True} if self._forget_first else {})}
 
     def _must_resume(self) -> bool:
         return self.dialect is Dialect.ROBOARENA and self._has_history and self._reconnected
@@ -237,6 +264,7 @@ class PolicyClient:
     def _lose(self, *, session_too: bool = False) -> None:
         """The caller is about to be told that the connection is gone."""
         self._drop()
+        self._frames_ahead.clear()  # nobody knows which of them a session still has
         if session_too or self.dialect is Dialect.OPENPI:
             self._has_history = False
 
@@ -298,6 +326,12 @@ class PolicyClient:
             raise ConnectionError(f"its greeting is a {type(metadata).__name__}, not a map")
         self._metadata = metadata
         return ws
+
+
+def _environment(observation: Mapping[str, Any]) -> object:
+    """Whose frames these are, where several environments share the session."""
+    env_id = observation.get("env_id")
+    return None if env_id is None else str(env_id)
 
 
 def _limit_send_time(sock: socket.socket, seconds: float) -> None:

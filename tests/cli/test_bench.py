@@ -28,6 +28,7 @@ def test_it_measures_each_part_and_leaves_results_and_plots(tmp_path: Path, caps
     assert {row["backend"] for row in results["attention"]} == {"dense", "reference", "cudnn", "flash4"}
     assert all(("ms" in row) != ("skipped" in row) for row in results["attention"])
     assert len(results["ticks"]["dit_ms_by_history"]) == 4
+    assert 0 < results["begun"]["begun_reply_ms"] < results["begun"]["reply_ms"]
     assert [row["sessions"] for row in results["sessions"]] == [1, 2]
     assert results["baseline"]["ratio"] > 0
     assert (tmp_path / "bench.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -100,3 +101,54 @@ def test_the_command_prints_lateness_and_leaves_a_picture(tmp_path: Path, capsys
     assert "1 robots, one reply each 2 s: p50" in printed
     assert "% late" in printed
     assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_frames_are_taken_at_equal_times_in_a_period_the_newest_with_a_lead() -> None:
+    assert Pace(1.6).frame_times(10.0) == []
+    assert Pace(1.6, lead_s=0.5).frame_times(10.0) == pytest.approx([8.3, 8.7, 9.1, 9.5])
+
+
+class Observing:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, int]] = []
+
+    def __call__(self, number: int, due: float) -> None:
+        self.seen.append(("ask", number, 0))
+
+    def observe(self, number: int, frame: int) -> None:
+        self.seen.append(("observe", number, frame))
+
+
+@pytest.mark.parametrize("lead_s", [None, 0.02])
+def test_frames_come_before_their_ask_where_the_pace_says_so(lead_s: float | None) -> None:
+    robot = Observing()
+
+    @contextmanager
+    def connect(_: int) -> Iterator[Ask]:
+        yield robot
+
+    answers = drive(connect, 1, Pace(0.2, seconds=0.5, lead_s=lead_s))
+    whole = [("observe", frame) for frame in range(4)] if lead_s is not None else []
+    expected = [(what, n, frame) for n in range(len(answers)) for what, frame in [*whole, ("ask", 0)]]
+    assert robot.seen == expected
+    assert summarise(answers, Pace(0.2, seconds=0.5))["failed"] == 0
+
+
+@pytest.mark.parametrize("dialect", ["openpi", "roboarena"])
+def test_frames_are_sent_to_a_server_as_they_are_taken(dialect: str) -> None:
+    policy = FakePolicy()
+    with serving(policy) as server:
+        told = measure_server(f"ws://127.0.0.1:{server.port}", dialect, None, 2, Pace(0.2, seconds=1, lead_s=0.05))
+    assert told["errors"] == []
+    assert told["replies"] >= 8
+
+
+def test_the_command_compares_frames_that_are_sent_as_they_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paced = ["--parts", "paced", "--robots", "1", "--period", "1", "--seconds", "2.5", "--observe", "0.4"]
+    assert main(["bench", "--device", "cpu", *paced, "--output", str(tmp_path)]) == 0
+    assert "frames sent as they are taken, the newest 0.4 s ahead: p50" in capsys.readouterr().out
+    row = json.loads((tmp_path / "bench.json").read_text())["paced"]["rows"][0]
+    assert row["observed"]["replies"] == row["replies"]
+    assert row["observed_ratio"] == pytest.approx(row["observed"]["p50_ms"] / row["p50_ms"], abs=1e-3)

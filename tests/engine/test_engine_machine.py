@@ -150,6 +150,20 @@ class EngineMachine(RuleBasedStateMachine):
         restart = before.prompt != prompt or (window.policy == "reset" and not window.has_room(len(before.numbers), 2))
         self.expected[session] = Expected((number,) if restart else (*before.numbers, number), prompt)
 
+    @rule(session=sessions, prompt=st.integers(0, 1), fail_at=st.sampled_from([None, *FAULTS[1:]]))
+    def a_tick_begins_ahead(self, session: Any, prompt: int, fail_at: str | None) -> None:
+        """With the number that the next tick has, unless others come between; nothing is history by that."""
+        future = self.engine.work_ahead(session, ToyInputs(self.counter + 1.0, prompt, fail_at))
+        assert isinstance(future.exception(10), Injected | AdmissionRefused | None)
+
+    @rule(session=sessions, prompt=st.integers(0, 1))
+    def a_tick_begins_ahead_and_is_asked_for(self, session: Any, prompt: int) -> None:
+        begun = self.engine.work_ahead(session, ToyInputs(self.counter + 1.0, prompt))
+        inputs, after, averages = self._next(session, prompt)
+        self._check(session, self.engine.submit(session, inputs), after, averages)
+        if begun.exception(10) is None:
+            assert inside(self.engine, session).ahead is None
+
     @rule(session=sessions, closes=st.booleans())
     def a_tick_is_cancelled(self, session: Any, closes: bool) -> None:
         hold = threading.Event()
@@ -222,7 +236,8 @@ class EngineMachine(RuleBasedStateMachine):
         cache.pool.check()
         held = {int(block) for entry in cache.conditioning._entries.values() for block in entry.blocks}
         frozen = [self.engine.core.snapshots[snapshot].kv for snapshot in self.frozen]
-        for kv in (*(inside(self.engine, s).kv for s in self.expected), *frozen):
+        begun = [ahead.rollback for s in self.expected if (ahead := inside(self.engine, s).ahead) is not None]
+        for kv in (*(inside(self.engine, s).kv for s in self.expected), *frozen, *begun):
             for branch in kv.branches.values():
                 held |= set(branch.table.blocks)
         assert cache.pool.num_used == len(held), "used blocks are not those that somebody holds"
@@ -234,7 +249,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         rest(self.engine)
         for session, expected in self.expected.items():
-            if self.engine.describe(session).parked:
+            if self.engine.describe(session).parked or inside(self.engine, session).ahead is not None:
                 continue
             window = self.model.spec.window
             for name, branch in inside(self.engine, session).kv.branches.items():

@@ -7,7 +7,7 @@ all numbers it could see, its draft's own included. Failures and pauses can be a
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,18 @@ class ToyRow:
     tick: ToyInputs
 
 
+@dataclass(frozen=True)
+class ToyAhead:
+    """A tick that has observed its number."""
+
+    number: float
+    prompt: int
+    restarted: bool
+
+
+ToyState = int | ToyAhead | None
+
+
 class Injected(RuntimeError):
     pass
 
@@ -79,9 +91,25 @@ class ToyModel:
     def fake_inputs(self, first: bool) -> ToyInputs:
         return ToyInputs(0.0)
 
-    def program(self, kv: KVState, state: int | None, inputs: ToyInputs) -> Program[ToyResult, int | None]:
+    def program(self, kv: KVState, state: ToyState, inputs: ToyInputs) -> Program[ToyResult, ToyState]:
         if inputs.fail_at == "begin":
             raise Injected("begin")
+        begun = state if isinstance(state, ToyAhead) else (yield from self._observe(kv, state, inputs))
+        draft = self._forward(kv, inputs, DRAFT, commit=False)
+        first = yield draft
+        second = yield draft
+        assert first == second, "a repeated draft changed something"
+        kv.abandon()
+        return Outcome(ToyResult(tuple(second), begun.restarted), inputs.prompt)
+
+    def ahead(self, kv: KVState, state: ToyState, inputs: ToyInputs) -> Program[None, ToyState]:
+        assert not isinstance(state, ToyAhead), "a tick has begun twice"
+        return Outcome(None, (yield from self._observe(kv, state, inputs)))
+
+    def goes_on(self, state: ToyAhead, inputs: ToyInputs) -> bool:
+        return (state.number, state.prompt) == (inputs.number, inputs.prompt)
+
+    def _observe(self, kv: KVState, state: int | None, inputs: ToyInputs) -> Generator[Any, Any, ToyAhead]:
         restart = state != inputs.prompt
         if self.spec.window.policy == "reset":
             restart = restart or not self.spec.window.has_room(kv.branches["left"].num_chunks, 2)
@@ -98,12 +126,7 @@ class ToyModel:
                 kv.set_conditioning(branch, "text", kv.cache.conditioning.share(entry))
             kv.cache.conditioning.release(entry)
         yield self._forward(kv, inputs, inputs.number, commit=True)
-        draft = self._forward(kv, inputs, DRAFT, commit=False)
-        first = yield draft
-        second = yield draft
-        assert first == second, "a repeated draft changed something"
-        kv.abandon()
-        return Outcome(ToyResult(tuple(second), restart), inputs.prompt)
+        return ToyAhead(inputs.number, inputs.prompt, restart)
 
     def _forward(self, kv: KVState, inputs: ToyInputs, number: float, *, commit: bool) -> Forward:
         extra = 0 if commit else DRAFT_TOKENS

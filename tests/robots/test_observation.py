@@ -178,7 +178,9 @@ def test_fields_that_nothing_reads_are_one_warning_that_names_them() -> None:
     read = read_observation({**raw, **dict.fromkeys(others, 0)}, fakes.embodiment())
     warning = unread_warning(read.unread, fakes.embodiment())
     names = f"prompts, 'line\\nbreak', {', '.join(others)}"
-    assert warning.startswith(f"nothing reads the fields {names}; this robot's are executed_steps, observation/ext")
+    assert warning.startswith(
+        f"nothing reads the fields {names}; this robot's are executed_steps, frames_ahead, observ"
+    )
     many = {**fakes.observation(), **{f"x{n}": n for n in range(1000)}, "y" * 10**6: 0}
     warning = unread_warning(read_observation(many, fakes.embodiment()).unread, fakes.embodiment())
     assert "x7 and 993 more" in warning

@@ -109,7 +109,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "session id with a newline": (observation() | {"session_id": "a\nb"}, "1 to 256 printable characters"),
     "session id no UTF-8": (observation() | {"session_id": b"\xff"}, "session_id: expected UTF-8"),
     "session id of two": (observation() | {"session_id": np.array([1, 2])}, "session_id: expected a str"),
-    "endpoint unknown": (observation() | {"endpoint": "dance"}, "endpoint: expected 'infer' or 'reset'"),
+    "endpoint unknown": (observation() | {"endpoint": "dance"}, "endpoint: expected 'infer', 'observe' or 'reset'"),
     "reset of an unknown kind": ({"endpoint": "reset", "session_id": 2.0}, "session_id: expected a str"),
     "a list": ([1, 2], "message: expected a map, got list"),
     "nothing": (None, "message: expected a map, got NoneType"),
@@ -218,6 +218,6 @@ def test_fields_that_nothing_reads_are_told_once_a_session_in_reply_and_log(
         first, second = (ask(ws, observation(seed=seed) | message) for seed in range(2))
     told = [text for text in first["warnings"] if "nothing reads the field observation/depth" in text]
     assert len(told) == 1
-    assert f"this robot's are executed_steps, {LEFT}" in told[0]
+    assert f"this robot's are executed_steps, frames_ahead, {LEFT}" in told[0]
     assert not any("nothing reads" in text for text in second.get("warnings", ()))
     assert sum("nothing reads the field observation/depth" in text for text in caplog.messages) == 1

@@ -60,8 +60,8 @@ def failure(server: PolicyServer, message: Any) -> tuple[str, CloseCode]:
 
 
 BAD_REQUESTS = {
-    "unknown endpoint": (infer_message() | {"endpoint": "dance"}, "endpoint: expected 'infer' or 'reset'"),
-    "endpoint of another type": (infer_message() | {"endpoint": 3}, "endpoint: expected 'infer' or 'reset'"),
+    "unknown endpoint": (infer_message() | {"endpoint": "dance"}, "endpoint: expected 'infer', 'observe' or 'reset'"),
+    "endpoint of another type": (infer_message() | {"endpoint": 3}, "endpoint: expected 'infer', 'observe' or 'reset'"),
     "no map": ([1, 2], "message: expected a map, got list"),
     "field names that are bytes": ({b"prompt": "pick"}, "field names that are str"),
     "missing camera": ({k: v for k, v in infer_message().items() if k != WRIST}, f"{WRIST}: missing"),

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+NUM_FRAMES = 4  # of a request, where they are sent as they are taken
 ALLOWED_LATE = 0.01  # of all replies: the goodput that is published
 _SLICE_S = 10.0
 _PATIENCE_S = 60.0  # for what is still unanswered when the time is over
@@ -27,10 +28,20 @@ Ask = Callable[[int, float], None]
 Connect = Callable[[int], AbstractContextManager[Ask]]
 
 
+@runtime_checkable
+class Observes(Protocol):
+    """An Ask whose frames may be sent as they are taken, before it is called."""
+
+    def observe(self, number: int, frame: int) -> None:
+        """Send frame `frame` (of NUM_FRAMES) of tick `number`, the first tick's only one being the last."""
+        ...
+
+
 @dataclass(frozen=True)
 class Pace:
     """How robots ask. `period_s`: a reply is late after that. `jitter`: of the period, uniform, to both sides.
-    `episode_s`: how long a robot stays, a quarter more or less; then another takes its place. None: all stay.
+    `episode_s`: how long a robot stays, a quarter more or less; then another takes its place. None: all stay. `lead_s`:
+    frames are sent as they are taken, at equal times in a period, the newest so long before its ask. None: with it.
     """
 
     period_s: float = 1.6
@@ -38,6 +49,13 @@ class Pace:
     episode_s: float | None = None
     seconds: float = 60.0
     seed: int = 0
+    lead_s: float | None = None
+
+    def frame_times(self, due: float) -> list[float]:
+        """When the frames of an ask that is due then are taken, in seconds from the start."""
+        if self.lead_s is None:
+            return []
+        return [due - self.lead_s - back * self.period_s / NUM_FRAMES for back in reversed(range(NUM_FRAMES))]
 
     def episodes(self, robot: int) -> Iterator[list[float]]:
         """When the robot in place `robot` asks, episode by episode, in seconds from the start."""
@@ -100,8 +118,12 @@ def drive(
 
 
 def _answer(ask: Ask, robot: int, number: int, due: float, start: float, pace: Pace) -> Answer:
-    time.sleep(max(0.0, start + due - time.perf_counter()))
     try:
+        if isinstance(ask, Observes):
+            for frame, at in enumerate(pace.frame_times(due)):
+                time.sleep(max(0.0, start + at - time.perf_counter()))
+                ask.observe(number, frame)
+        time.sleep(max(0.0, start + due - time.perf_counter()))
         ask(number, start + due + pace.period_s)
     except Exception as error:
         return Answer(robot, due, None, f"{type(error).__name__}: {error}")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import torch
 
 from worldkv.bench.models import build_engine
-from worldkv.bench.paced import Ask, Connect, Figures, Pace, drive, summarise
+from worldkv.bench.paced import NUM_FRAMES, Ask, Connect, Figures, Pace, drive, summarise
 from worldkv.bench.steady import made_so_far
 from worldkv.bench.ticks import make_inputs
 from worldkv.bench.watching import Bench
 from worldkv.client import PolicyClient
-from worldkv.engine.engine import EngineConfig
+from worldkv.engine.engine import EngineConfig, SessionHandle
+from worldkv.models.world_action import TickInputs
 
 _VARIANTS = 4  # of a robot's images: making noise anew for every ask would take the time of what is measured
 
@@ -28,17 +31,29 @@ def to_engine(bench: Bench) -> Connect:
     @contextmanager
     def connect(robot: int) -> Iterator[Ask]:
         session = bench.engine.open_session()
-
-        def ask(number: int, due: float) -> None:
-            inputs = (later if number else first)[(robot + number) % _VARIANTS]
-            np.asarray(bench.engine.submit(session, inputs, due).result().result.actions)
-
         try:
-            yield ask
+            yield _EngineRobot(
+                bench, session, lambda number: (later if number else first)[(robot + number) % _VARIANTS]
+            )
         finally:
             bench.engine.close(session, "measured")
 
     return connect
+
+
+@dataclass(frozen=True)
+class _EngineRobot:
+    bench: Bench
+    session: SessionHandle
+    inputs: Callable[[int], TickInputs]
+
+    def __call__(self, number: int, due: float) -> None:
+        np.asarray(self.bench.engine.submit(self.session, self.inputs(number), due).result().result.actions)
+
+    def observe(self, number: int, frame: int) -> None:
+        """An engine takes a tick's frames together, when the last one is there."""
+        if frame == NUM_FRAMES - 1:
+            self.bench.engine.work_ahead(self.session, self.inputs(number))
 
 
 def measure_engine(
@@ -73,14 +88,29 @@ def to_server(url: str, dialect: str, api_key: str | None, prompt: str = "pick u
     @contextmanager
     def connect(robot: int) -> Iterator[Ask]:
         with PolicyClient(url, dialect=dialect, api_key=api_key) as client:
-            observations = [droid_observation(client.metadata, dialect, [robot, v], prompt) for v in range(_VARIANTS)]
-
-            def ask(number: int, due: float) -> None:
-                client.infer(observations[number % _VARIANTS] if number else _newest(observations[0]))
-
-            yield ask
+            yield _ServerRobot(
+                client, [droid_observation(client.metadata, dialect, [robot, v], prompt) for v in range(_VARIANTS)]
+            )
 
     return connect
+
+
+@dataclass
+class _ServerRobot:
+    client: PolicyClient
+    observations: list[dict[str, object]]
+    num_ahead: int = 0  # frames that were sent ahead of the next ask
+
+    def __call__(self, number: int, due: float) -> None:
+        whole = self.observations[number % _VARIANTS] if number else _newest(self.observations[0])
+        ahead, self.num_ahead = self.num_ahead, 0
+        self.client.infer({name: value for name, value in whole.items() if not (ahead and _is_image(value))})
+
+    def observe(self, number: int, frame: int) -> None:
+        if number or frame == NUM_FRAMES - 1:
+            whole = self.observations[number % _VARIANTS]
+            taken = {name: value[frame] if _is_image(value) else value for name, value in whole.items()}
+            self.num_ahead = self.client.observe(taken)
 
 
 def measure_server(url: str, dialect: str, api_key: str | None, num_robots: int, pace: Pace) -> Figures:
@@ -110,7 +140,8 @@ def droid_observation(metadata: Mapping[str, object], dialect: str, seed: list[i
 
 def _newest(observation: Mapping[str, object]) -> dict[str, object]:
     """A first observation: of each camera the newest frame."""
-    return {
-        name: value[-1] if isinstance(value, np.ndarray) and value.ndim == 4 else value
-        for name, value in observation.items()
-    }
+    return {name: value[-1] if _is_image(value) else value for name, value in observation.items()}
+
+
+def _is_image(value: object) -> TypeGuard[np.ndarray]:
+    return isinstance(value, np.ndarray) and value.ndim >= 3

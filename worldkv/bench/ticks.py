@@ -59,6 +59,24 @@ def measure_window(bench: Bench) -> dict[str, Any]:
     }
 
 
+def measure_begun(bench: Bench, windows: int = 3) -> dict[str, float]:
+    """Milliseconds of a reply, and of one whose frames came ahead: medians of two sessions that take turns, so that
+    whatever else the machine does is the same for both."""
+    sessions = [bench.engine.open_session() for _ in range(2)]
+    replies: list[list[float]] = [[], []]
+    for tick in range(windows * TICKS_PER_WINDOW):
+        inputs = make_inputs(bench.model, tick, first=tick == 0)
+        bench.engine.work_ahead(sessions[1], inputs).result()
+        for session, times in zip(sessions, replies, strict=True):
+            started = time.perf_counter()
+            np.asarray(bench.tick(session, inputs).actions)
+            times.append(1e3 * (time.perf_counter() - started))
+    for session in sessions:
+        bench.engine.close(session, "measured")
+    whole, begun = (statistics.median(times[TICKS_PER_WINDOW:]) for times in replies)  # less the first window
+    return {"reply_ms": round(whole, 2), "begun_reply_ms": round(begun, 2), "ratio": round(begun / whole, 3)}
+
+
 def measure_sessions(bench: Bench, counts: Sequence[int]) -> Iterator[dict[str, Any]]:
     """So many sessions, at different fills, ticking at once through a window: ticks a second, and what replies take.
 

@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     paced.add_argument("--episode", type=seconds, metavar="S", help="after about that another robot comes (never)")
     length = f"of each run ({Pace.seconds:g})"
     paced.add_argument("--seconds", type=seconds, default=Pace.seconds, metavar="S", help=length)
+    observe = "send frames as they are taken, the newest S before its ask; measured beside those who send all with it"
+    paced.add_argument("--observe", type=seconds, metavar="S", help=observe)
     paced.add_argument("--url", help="a server that speaks openpi or RoboArena, instead of an engine in this process")
     paced.add_argument("--dialect", choices=("openpi", "roboarena"), default="roboarena", help="for --url (roboarena)")
     add_api_key(parser, "for --url")
@@ -119,11 +122,11 @@ def _paced(arguments: argparse.Namespace, device: torch.device, dtype: torch.dty
     """On a fresh engine each."""
     from worldkv.bench.paced_ways import measure_engine
 
-    def measure(num_robots: int) -> Figures:
+    def measure(num_robots: int, pace: Pace) -> Figures:
         config = EngineConfig(
             block_size=arguments.block_size, max_sessions=num_robots, max_rows=128, attention=arguments.attention
         )
-        return measure_engine(arguments.model, config, device, dtype, num_robots, _pace(arguments))
+        return measure_engine(arguments.model, config, device, dtype, num_robots, pace)
 
     return _by_robots(arguments, measure)
 
@@ -152,9 +155,8 @@ def _parking(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
 def _paced_server(arguments: argparse.Namespace) -> int:
     from worldkv.bench.paced_ways import measure_server
 
-    def measure(num_robots: int) -> Figures:
-        way = (arguments.url, arguments.dialect, arguments.api_key)
-        return measure_server(*way, num_robots, _pace(arguments))
+    def measure(num_robots: int, pace: Pace) -> Figures:
+        return measure_server(arguments.url, arguments.dialect, arguments.api_key, num_robots, pace)
 
     about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
     return _leave(arguments.output, {**about, "paced": _by_robots(arguments, measure)})
@@ -164,13 +166,14 @@ def _pace(arguments: argparse.Namespace) -> Pace:
     return Pace(arguments.period, episode_s=arguments.episode, seconds=arguments.seconds)
 
 
-def _by_robots(arguments: argparse.Namespace, measure: Callable[[int], Figures]) -> Figures:
+def _by_robots(arguments: argparse.Namespace, measure: Callable[[int, Pace], Figures]) -> Figures:
     from worldkv.bench.paced import largest_in_time
 
     rows: list[Figures] = []
+    pace = _pace(arguments)
 
     def share_late(num_robots: int) -> float:
-        row = measure(num_robots)
+        row = measure(num_robots, pace)
         rows.append(row)
         print(
             f"  {num_robots:>3} robots, one reply each {arguments.period:g} s: p50 {row['p50_ms']} ms, p99 "
@@ -183,6 +186,15 @@ def _by_robots(arguments: argparse.Namespace, measure: Callable[[int], Figures])
                 f"      {part['from_s']:>4.0f} s: p50 {part['p50_ms']} ms, p99 {part['p99_ms']} ms, worst "
                 f"{part['worst_ms']} ms, {100 * part['share_late']:.1f} % late"
             )
+        if arguments.observe is not None:
+            row["observed"] = measure(num_robots, replace(pace, lead_s=arguments.observe))
+            row["observed_ratio"] = _ratio(row["observed"]["p50_ms"], row["p50_ms"])
+            print(
+                f"      frames sent as they are taken, the newest {arguments.observe:g} s ahead: p50 "
+                f"{row['observed']['p50_ms']} ms, p99 {row['observed']['p99_ms']} ms, "
+                f"{100 * row['observed']['share_late']:.1f} % late; p50 is {row['observed_ratio']} of the other",
+                flush=True,
+            )
         return float(row["share_late"])
 
     measured: Figures = {"period_s": arguments.period, "episode_s": arguments.episode}
@@ -193,6 +205,10 @@ def _by_robots(arguments: argparse.Namespace, measure: Callable[[int], Figures])
         for num_robots in arguments.robots:
             share_late(num_robots)
     return {**measured, "rows": sorted(rows, key=lambda row: int(row["robots"]))}
+
+
+def _ratio(one: float | None, other: float | None) -> float | None:
+    return round(one / other, 3) if one is not None and other else None
 
 
 def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -224,6 +240,7 @@ def _measure_engine(
         print(f"warm after {results['warm_up_s']} s: {made_so_far(bench)}")
         if "ticks" in arguments.parts:
             results["ticks"] = _ticks(bench, results["ceilings"]["matrix_tflops"], "DiT")
+            results["begun"] = _begun(bench)
         if "sessions" in arguments.parts:
             results["sessions"] = _sessions(bench, counts)
         if "steady" in arguments.parts and device.type == "cuda":
@@ -255,6 +272,17 @@ def _ticks(bench: Bench, ceiling: float, name: str) -> dict[str, Any]:
         f"{100 * measured['fraction_of_ceiling']:.1f} % of the matrix ceiling"
     )
     print(f"  encoders, ms: {measured['encoder_ms']}; whole ticks, ms: {measured['tick_ms']}")
+    return measured
+
+
+def _begun(bench: Bench) -> dict[str, float]:
+    from worldkv.bench.ticks import measure_begun
+
+    measured = measure_begun(bench)
+    print(
+        f"  a reply: {measured['reply_ms']} ms; {measured['begun_reply_ms']} ms, {measured['ratio']} of that, where "
+        "its frames were sent as they were taken"
+    )
     return measured
 
 

@@ -27,6 +27,7 @@ from worldkv.engine.residency import Claim, Residency
 from worldkv.engine.scheduler import Scheduler
 from worldkv.engine.session import (
     QUEUE,
+    Ahead,
     Session,
     SessionHandle,
     SessionInfo,
@@ -42,7 +43,7 @@ from worldkv.engine.stats import Stats
 from worldkv.errors import EngineStopped, ModelError, SessionEnded
 from worldkv.kv.cache import KVCache
 from worldkv.kv.state import KVState
-from worldkv.models.base import Encode, Forward, OnHost, Outcome, Program, Request, WorldModel
+from worldkv.models.base import Encode, Forward, OnHost, Outcome, Program, Request, WorksAhead, WorldModel
 
 logger = logging.getLogger(__name__)
 _IDLE_TURN_S = 0.5
@@ -163,6 +164,7 @@ class EngineCore:
         session = tick.session
         assert session is not None
         session.tick = tick
+        tick.hurry(self.operations.turns.earliest_deadline(session.handle))
         self.touch(session)
         end = partial(self.finish, tick)
         begin = partial(self._begin, tick)
@@ -170,14 +172,29 @@ class EngineCore:
         self.residency.claims.append(claim)
 
     def _begin(self, tick: Tick) -> None:
-        """Take the rollback point, and run the program up to its first request."""
+        """Take the rollback point, and run the program up to its first request; or go on with what was done ahead."""
         session = tick.session
         assert session is not None
         try:
-            tick.rollback = session.kv.snapshot()
-            self.start(tick, self.model.program(session.kv, session.state, tick.inputs))
+            state = session.state
+            if session.ahead is not None and self._goes_on(session.ahead, tick):
+                ahead, session.ahead = session.ahead, None
+                tick.rollback, state = ahead.rollback, ahead.state
+            else:
+                session.take_back()
+                tick.rollback = session.kv.snapshot()
+            program = self._ahead_program if tick.is_ahead else self.model.program
+            self.start(tick, program(session.kv, state, tick.inputs))
         except Exception as error:
             self.finish(tick, error=error)
+
+    def _goes_on(self, ahead: Ahead, tick: Tick) -> bool:
+        return not tick.is_ahead and isinstance(self.model, WorksAhead) and self.model.goes_on(ahead.state, tick.inputs)
+
+    def _ahead_program(self, kv: KVState, state: object, inputs: object) -> Program[object, object]:
+        if not isinstance(self.model, WorksAhead):
+            raise ModelError(f"{type(self.model).__name__}: its ticks cannot begin before they are asked for")
+        return self.model.ahead(kv, state, inputs)
 
     def start(self, tick: Tick, program: Program[object, object]) -> None:
         if not isinstance(program, Generator):
@@ -260,8 +277,11 @@ class EngineCore:
             session.kv.abandon()
             if outcome is None:
                 session.kv.restore(tick.rollback)
-            tick.rollback.release()
-        if outcome is not None:
+            if outcome is not None and tick.is_ahead:
+                session.ahead = Ahead(outcome.state, tick.rollback)
+            else:
+                tick.rollback.release()
+        if outcome is not None and not tick.is_ahead:
             session.state = outcome.state
         if session.tick is tick:
             session.tick = None

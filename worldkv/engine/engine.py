@@ -103,6 +103,16 @@ class Engine(Generic[InputsT, StateT, ResultT]):
         submit = m.Submit(session, inputs, deadline, waits_its_turn)
         return cast("Future[TickReply[ResultT]]", self.ask(submit))
 
+    def work_ahead(self, session: SessionHandle, inputs: InputsT) -> Future[object]:
+        """Begin the session's next tick before it is asked for, once the one in flight has ended; urgent once the
+        session's next one waits for it. The tick that is submitted with such inputs goes on from there; any other
+        one, and whoever wants the session as it is (a snapshot, a fork, parking), finds it as its last tick left it.
+
+        Nobody needs to wait for the future. It brings SessionNotFound, SessionEnded, ModelError where the model cannot
+        do that (see `WorksAhead`), or what the model raised: then nothing has changed.
+        """
+        return self.ask(m.WorkAhead(session, inputs))
+
     def reset(self, session: SessionHandle) -> Future[None]:
         """Drop the session's history; a tick in flight ends with SessionEnded. Whatever is asked for later comes after
         it, so nobody needs to wait for the future."""

@@ -37,6 +37,14 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class WorkAhead:
+    """Begin the session's next tick, which nobody has asked for yet."""
+
+    session: SessionHandle
+    inputs: object
+
+
+@dataclass(frozen=True)
 class Reset:
     session: SessionHandle
 
@@ -108,6 +116,7 @@ class Stop:
 Message = (
     Open
     | Submit
+    | WorkAhead
     | Reset
     | Close
     | TakeSnapshot

@@ -41,6 +41,7 @@ class Operations:
         self._handlers: Mapping[type, Callable[..., None]] = {
             m.Open: self._open,
             m.Submit: self._submit,
+            m.WorkAhead: self._work_ahead,
             m.Reset: self._reset,
             m.Close: self._close,
             m.TakeSnapshot: self._take_snapshot,
@@ -110,7 +111,7 @@ class Operations:
                 claim.refused(EngineStopped(core.why_ended))
         for session in list(core.sessions.values()):
             with suppress(Exception):
-                session.kv.close()
+                session.forget()
             core.touch(session)
         for snapshot in core.snapshots.values():
             snapshot.kv.release()
@@ -183,6 +184,10 @@ class Operations:
         tick = Tick(session, answer, message.inputs, message.deadline, message.submitted, message.waits_its_turn)
         self._core.want(tick)
 
+    def _work_ahead(self, message: m.WorkAhead, answer: Future[object]) -> None:
+        session = self._find(message.session)
+        self._core.want(Tick(session, answer, message.inputs, waits_its_turn=True, is_ahead=True))
+
     def _reset(self, message: m.Reset, answer: Future[object]) -> None:
         session, core = self._find(message.session), self._core
         self._end_ticks(session, "was reset")
@@ -190,8 +195,7 @@ class Operations:
             self._do(letter)
 
         def forget() -> None:
-            session.parked = None
-            session.kv.reset()
+            session.forget()
             session.state = core.model.new_state(session.state)
             core.touch(session)
             core.answer(answer)
@@ -214,8 +218,7 @@ class Operations:
         logger.info("session %s closed: %s", message.session.session_id, message.reason)
 
         def give_back() -> None:
-            session.parked = None
-            session.kv.close()
+            session.forget()
             core.residency.refund(session)
             core.answer(answer)
 
@@ -323,7 +326,8 @@ class Operations:
     def _on_device(
         self, session: Session, answer: Future[object], then: Callable[[], None], *, bring_back: bool = True
     ) -> None:
-        """Call `then` as soon as the session is charged, and its K/V on the device if that matters."""
+        """Call `then` as soon as the session is charged, and its K/V on the device if that matters: as its last tick
+        left it."""
 
         def granted() -> None:
             try:

@@ -126,6 +126,8 @@ class Residency:
         if claim.bring_back and session.parked is not None:
             self._bring_back(session)
             return False
+        if not claim.is_tick:
+            session.take_back()  # it is wanted as its last tick left it
         return True
 
     def _waits_behind_another(self, claim: Claim) -> bool:
@@ -137,6 +139,7 @@ class Residency:
 
     def park(self, session: Session, done: Done = lambda _: None) -> None:
         """Begin to move an idle session to the host. Raises AdmissionRefused where host memory is full."""
+        session.take_back()
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
             raise AdmissionRefused(self._host_is_full(num_bytes))

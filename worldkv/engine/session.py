@@ -75,6 +75,7 @@ class Session:
     state: object  # the model's own, an immutable value
     num_blocks_charged: int = 0
     tick: Tick | None = None  # in flight: waiting to begin, or running
+    ahead: Ahead | None = None  # how its next tick has begun; `state` is still that of the last one
     parked: ParkedKV | None = None  # its history on the host, and its state; then it is charged nothing
     parked_state_bytes: int = 0
     transfer: Transfer | None = None  # its K/V is being copied: nobody may touch it
@@ -102,6 +103,19 @@ class Session:
         waits = self.tick is not None and self.tick.program is None and self.tick.submitted > since
         return self.on_device and (self.tick is None or waits)
 
+    def take_back(self) -> None:
+        """Undo what was done ahead of a tick, for whoever wants the session as its last tick left it. Safe twice."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            self.kv.restore(ahead.rollback)
+            ahead.rollback.release()
+
+    def forget(self) -> None:
+        """Give all of its K/V back, on the device and on the host."""
+        self.take_back()
+        self.parked = None
+        self.kv.reset()
+
     def when_settled(self, change: Callable[[], None]) -> None:
         """Call `change` now, or as soon as the copy of its K/V has ended."""
         if self.transfer is None:
@@ -115,6 +129,15 @@ class Session:
         num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
         num_bytes = self.bytes_parked
         return SessionInfo(num_chunks, self.kv.num_blocks, parked is not None, num_bytes, self.tick is not None)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The beginning of a tick that nobody has asked for yet. `state`: what its program is to go on with. `rollback`:
+    the session's K/V before it, which it goes back to should that tick fail or be another one."""
+
+    state: object
+    rollback: KVSnapshot
 
 
 @dataclass(eq=False)
@@ -150,6 +173,7 @@ class Tick:
     deadline: float | None = None  # seconds of time.perf_counter
     submitted: float = field(default_factory=time.perf_counter)
     waits_its_turn: bool = False  # an operator's: it waits for others, and its robot's next one waits for it
+    is_ahead: bool = False  # only the beginning of one
     program: Program[object, object] | None = None  # None: it has not begun
     request: Request | None = None  # what it waits for
     on_host: bool = False  # that request is being served by a host thread
@@ -161,6 +185,11 @@ class Tick:
 
     def __post_init__(self) -> None:
         self._lap_began = self.submitted
+
+    def hurry(self, deadline: float | None) -> None:
+        """Somebody waits for it who is due then."""
+        if deadline is not None:
+            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
 
     def lap(self, stage: str) -> None:
         """The time since the last lap was spent in `stage`."""

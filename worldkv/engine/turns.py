@@ -39,7 +39,15 @@ class Turns:
         if _is_robots_tick(letter.message) and self._has_robots_tick(session):
             return False
         self._waiting.setdefault(handle, deque()).append(letter)
+        if session.tick is not None and isinstance(letter.message, m.Submit):
+            session.tick.hurry(letter.message.deadline)
         return True
+
+    def earliest_deadline(self, handle: SessionHandle) -> float | None:
+        """Of the ticks that wait for their turn."""
+        messages = [letter.message for letter in self._waiting.get(handle, ())]
+        deadlines = [each.deadline for each in messages if isinstance(each, m.Submit) and each.deadline is not None]
+        return min(deadlines, default=None)
 
     def require_no_other_tick(self, session: Session) -> None:
         """A robot asks for one tick after the other. Raises SessionBusy."""
@@ -58,10 +66,10 @@ class Turns:
     def take_ticks(self, handle: SessionHandle) -> list[m.Letter]:
         """The ticks that wait for their turn, which is never to come."""
         queue = self._waiting.pop(handle, deque())
-        others = deque(letter for letter in queue if not isinstance(letter.message, m.Submit))
+        others = deque(letter for letter in queue if not isinstance(letter.message, m.Submit | m.WorkAhead))
         if others:
             self._waiting[handle] = others
-        return [letter for letter in queue if isinstance(letter.message, m.Submit)]
+        return [letter for letter in queue if isinstance(letter.message, m.Submit | m.WorkAhead)]
 
     def take_all(self) -> list[m.Letter]:
         """All that wait: the engine ends."""
@@ -84,7 +92,7 @@ def _session_of(message: m.Message) -> SessionHandle | None:
     """The session that a request wants without a tick in flight."""
     if isinstance(message, m.Fork):
         return message.source if isinstance(message.source, SessionHandle) else None
-    if isinstance(message, m.Submit | m.TakeSnapshot | m.Restore | m.Park | m.Resume):
+    if isinstance(message, m.Submit | m.WorkAhead | m.TakeSnapshot | m.Restore | m.Park | m.Resume):
         return message.session
     return None
 

@@ -176,6 +176,24 @@ class KeepsTensors(Protocol[StateT]):
         ...
 
 
+@runtime_checkable
+class WorksAhead(Protocol[InputsT_contra, StateT]):
+    """A model whose ticks can begin before they are asked for, with what is known by then.
+
+    Such a program ends where the rest of the tick would go on. It returns as its state what `program` is given then, in
+    place of the session's; until then the session's own stays as it was, and so it does wherever the tick turns out to
+    be another one.
+    """
+
+    def ahead(self, kv: KVState, state: StateT, inputs: InputsT_contra) -> Program[object, StateT]:
+        """The beginning of a tick. Its commits are history only once the tick has succeeded."""
+        ...
+
+    def goes_on(self, state: StateT, inputs: InputsT_contra) -> bool:
+        """Whether a tick with these inputs would have begun in just this way; `state`: what `ahead` returned."""
+        ...
+
+
 def batches_of_alike(payloads: Sequence[Any], max_elements: int) -> list[list[int]]:
     """Groups payloads of equal shapes into batches of at most `max_elements` elements; a larger payload is its own
     batch. Returns indices."""

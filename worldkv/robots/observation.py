@@ -32,7 +32,8 @@ class Observation:
 
     `frames`: by camera name, uint8 [num_frames, H, W, 3]; None for a camera that was not sent. `state`: by
     key, float64 [dim]. `warnings`: subject -> text; the same trouble has the same subject. `unread`: the
-    names, as a message shows them, of fields that nothing reads.
+    names, as a message shows them, of fields that nothing reads. `frames_ahead`: how many frames of each camera the
+    client has sent ahead of it, where it says so; only then may it have none of its own (`num_frames` 0).
     """
 
     frames: Mapping[str, np.ndarray | None]
@@ -42,12 +43,57 @@ class Observation:
     warnings: Mapping[str, str]
     executed_steps: int | None = None  # since the last tick, where the client says so
     unread: tuple[str, ...] = ()
+    frames_ahead: int | None = None
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Frames that are sent ahead of the request that they are for: fields as of an Observation. `prompt`: None where it
+    was not sent."""
+
+    frames: Mapping[str, np.ndarray | None]
+    num_frames: int
+    prompt: str | None
+    warnings: Mapping[str, str]
+    unread: tuple[str, ...] = ()
 
 
 def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> Observation:
     """The observation, with at most the newest frames that one tick takes. Raises BadRequest."""
     warnings: dict[str, str] = {}
     unread = _unread(observation, embodiment)
+    ahead = _read_whole(observation, "frames_ahead", "how many frames of each camera were sent ahead of this request")
+    frames: Mapping[str, np.ndarray | None] = dict.fromkeys(camera.name for camera in embodiment.cameras)
+    num_frames = 0
+    if not ahead or has_frames(observation, embodiment):
+        frames, num_frames = _read_cameras(observation, embodiment, warnings)
+    state = {
+        quantity.key: _read_state(_require(observation, quantity.field, _numbers(quantity)), quantity, warnings)
+        for quantity in embodiment.state
+    }
+    prompt = _read_prompt(_require(observation, "prompt", "a text"))
+    steps = _read_whole(observation, "executed_steps", "how many actions were executed since the last tick")
+    return Observation(frames, num_frames, state, prompt, warnings, steps, unread, ahead)
+
+
+def read_frames(observation: Mapping[str, Any], embodiment: Embodiment) -> Frames:
+    """What is sent ahead of a request: its cameras, and its prompt where it has one. Raises BadRequest."""
+    warnings: dict[str, str] = {}
+    unread = _unread(observation, embodiment)
+    frames, num_frames = _read_cameras(observation, embodiment, warnings)
+    prompt = None if observation.get("prompt") is None else _read_prompt(observation["prompt"])
+    return Frames(frames, num_frames, prompt, warnings, unread)
+
+
+def has_frames(observation: Mapping[str, object], embodiment: Embodiment) -> bool:
+    """Whether it has an image of any camera."""
+    return any(observation.get(camera.field) is not None for camera in embodiment.cameras)
+
+
+def _read_cameras(
+    observation: Mapping[str, Any], embodiment: Embodiment, warnings: dict[str, str]
+) -> tuple[dict[str, np.ndarray | None], int]:
+    """(`frames`, `num_frames`) of an Observation."""
     stacks: dict[Camera, np.ndarray] = {}
     for camera in embodiment.cameras:
         if observation.get(camera.field) is None and camera.optional:
@@ -60,13 +106,7 @@ def read_observation(observation: Mapping[str, Any], embodiment: Embodiment) -> 
     frames: dict[str, np.ndarray | None] = dict.fromkeys(camera.name for camera in embodiment.cameras)
     for camera, stack in stacks.items():
         frames[camera.name] = _usable(stack[-num_frames:], camera.field, camera, warnings)
-    state = {
-        quantity.key: _read_state(_require(observation, quantity.field, _numbers(quantity)), quantity, warnings)
-        for quantity in embodiment.state
-    }
-    prompt = _read_prompt(_require(observation, "prompt", "a text"))
-    steps = _read_steps(observation.get("executed_steps"))
-    return Observation(frames, num_frames, state, prompt, warnings, steps, unread)
+    return frames, num_frames
 
 
 def unread_warning(fields: Sequence[str], embodiment: Embodiment) -> str:
@@ -78,7 +118,7 @@ def unread_warning(fields: Sequence[str], embodiment: Embodiment) -> str:
 
 def _known_fields(embodiment: Embodiment) -> set[str]:
     fields = {camera.field for camera in embodiment.cameras} | {quantity.field for quantity in embodiment.state}
-    return fields | {"prompt", "executed_steps"}
+    return fields | {"prompt", "executed_steps", "frames_ahead"}
 
 
 def _unread(observation: Mapping[str, object], embodiment: Embodiment) -> tuple[str, ...]:
@@ -236,13 +276,14 @@ def _check_range(numbers: np.ndarray, field: str, low: np.ndarray, high: np.ndar
         )
 
 
-def _read_steps(value: Any) -> int | None:
+def _read_whole(observation: Mapping[str, Any], field: str, meaning: str) -> int | None:
+    value = observation.get(field)
     if value is None:
         return None
-    steps = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise BadRequest(f"executed_steps: expected how many actions were executed since the last tick, got {value!r}")
-    return steps
+    number = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise BadRequest(f"{field}: expected {meaning}, got {value!r}")
+    return number
 
 
 def _read_prompt(value: Any) -> str:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 
-from worldkv.app import App, Reply, Session
+from worldkv.app import App, KeptAhead, Reply, Session
 from worldkv.models.world_action import TickResult
 from worldkv.robots.embodiment import Embodiment
-from worldkv.robots.observation import Observation
+from worldkv.robots.observation import Frames, Observation
+from worldkv.robots.pending import Begin, Kept
 from worldkv.robots.preparation import Imagined, Preparation, Seen
 from worldkv.robots.program import RobotPolicy, RobotResult
 from worldkv.robots.recorder import Recorder
@@ -69,7 +70,7 @@ class PolicyReply(Reply):
         return () if reason is None else (f"the window restarted ({reason})",)
 
 
-class Policy(App[Seen, RobotResult, PolicyReply]):
+class Policy(App[Seen, "RobotResult | Kept", PolicyReply]):
     """Serves one embodiment of one checkpoint. Thread-safe; whoever made the engine shuts it down.
 
     Its sessions take what `read` made, or a map by the embodiment's fields, which are RoboArena's for DROID: images
@@ -79,7 +80,7 @@ class Policy(App[Seen, RobotResult, PolicyReply]):
     speaks: ClassVar[str] = "robots"
 
     def __init__(
-        self, engine: Engine[Seen, Any, RobotResult], preparation: Preparation, *, random_weights: bool = False
+        self, engine: Engine[Seen, Any, RobotResult | Kept], preparation: Preparation, *, random_weights: bool = False
     ) -> None:
         super().__init__(engine, random_weights=random_weights)
         self._preparation = preparation
@@ -141,7 +142,17 @@ class Policy(App[Seen, RobotResult, PolicyReply]):
     def imagined(self, noise_seed: int | None) -> Imagined:
         return Imagined(noise_seed)
 
-    def reply(self, ticked: TickReply[RobotResult]) -> PolicyReply:
+    def read_ahead(self, fields: Mapping[str, object]) -> Frames:
+        """Check frames that a robot sent ahead of its request. Raises like `read`."""
+        return self._preparation.read_frames(fields)
+
+    def kept(self, ticked: TickReply[RobotResult | Kept]) -> KeptAhead[Seen]:
+        assert isinstance(ticked.result, Kept), ticked.result
+        begin = Begin() if ticked.result.is_whole else None
+        return KeptAhead(num_frames=ticked.result.num_frames, warnings=ticked.result.warnings, begin=begin)
+
+    def reply(self, ticked: TickReply[RobotResult | Kept]) -> PolicyReply:
+        assert isinstance(ticked.result, RobotResult), ticked.result
         result, info = ticked.result.model, ticked.info
         facts = {
             "restart_reason": result.restart_reason,
@@ -166,7 +177,7 @@ class Policy(App[Seen, RobotResult, PolicyReply]):
         return model.frames(cast("torch.Tensor", video), result.video_latents.shape[1])
 
 
-PolicySession: TypeAlias = Session[Seen, RobotResult, PolicyReply]
+PolicySession: TypeAlias = Session[Seen, "RobotResult | Kept", PolicyReply]
 
 
 def _rounded(values: np.ndarray) -> list[float]:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row, StateT
+from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row, StateT, WorksAhead
 from worldkv.models.world_action import TickResult, WorldActionModel
-from worldkv.robots.observation import Observation
+from worldkv.robots.observation import Frames, Observation
+from worldkv.robots.pending import Begin, Kept
 from worldkv.robots.preparation import Memory, Preparation, Prepared, Seen
 
 if TYPE_CHECKING:
@@ -62,16 +63,35 @@ class RobotPolicy(Generic[StateT]):
         """A session that was reset forgets its frames, not its prompt nor what it was warned of."""
         if old is None:
             return RobotState(self.model.new_state(), Memory())
-        return RobotState(self.model.new_state(old.model), replace(old.memory, views=()))
+        return RobotState(self.model.new_state(old.model), replace(old.memory, views=(), pending=None))
 
-    def program(self, kv: KVState, state: RobotState[StateT], inputs: Seen) -> Program[RobotResult, RobotState[StateT]]:
-        """One tick. A failed one has changed nothing, the remembered frames included."""
+    def program(
+        self, kv: KVState, state: RobotState[StateT], inputs: Seen
+    ) -> Program[RobotResult | Kept, RobotState[StateT]]:
+        """One tick; of frames only, what keeps them for the next one. A failed one has changed nothing, the remembered
+        frames included."""
+        if isinstance(inputs, Frames):
+            kept, memory = yield OnHost(partial(self._preparation.keep, inputs, state.memory), "preprocess")
+            can_begin = kept.is_whole and isinstance(self.model, WorksAhead)
+            return Outcome(replace(kept, is_whole=can_begin), replace(state, memory=memory))
         prepared: Prepared = yield OnHost(partial(self._preparation.prepare, inputs, state.memory), "preprocess")
         outcome = yield from self.model.program(kv, state.model, prepared.inputs)
         finish = partial(self._preparation.robot_actions, outcome.result.actions, prepared.state)
         actions = yield OnHost(finish, "postprocess")
         result = RobotResult(actions, outcome.result, prepared.warnings, prepared.observation)
         return Outcome(result, RobotState(outcome.state, prepared.memory))
+
+    def ahead(self, kv: KVState, state: RobotState[StateT], inputs: Seen) -> Program[None, RobotState[StateT]]:
+        """The beginning of a tick, with the frames that are pending."""
+        assert isinstance(inputs, Begin), inputs
+        assert isinstance(self.model, WorksAhead), self.model
+        prepared, memory = yield OnHost(partial(self._preparation.begin, state.memory), "preprocess")
+        outcome = yield from self.model.ahead(kv, state.model, prepared)
+        return Outcome(None, RobotState(outcome.state, memory))
+
+    def goes_on(self, state: RobotState[StateT], inputs: Seen) -> bool:
+        """See WorksAhead: with no frames of its own, and the prompt that was expected."""
+        return self._preparation.takes_pending(inputs, state.memory)
 
     def forward(self, cache: KVCache, rows: Sequence[Row[Any]]) -> Sequence[object]:
         return self.model.forward(cache, rows)

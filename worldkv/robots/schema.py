@@ -31,12 +31,14 @@ class StateContract(BaseModel):
 
 class RobotContract(BaseModel):
     """What an observation has to hold. After a first tick of one frame, a tick has `frames_per_tick` of each camera,
-    spread over the `action_horizon` steps since the last one; `chunk_s` is how long a chunk of actions lasts."""
+    spread over the `action_horizon` steps since the last one; `max_frames_ahead` of them may be sent before it, as they
+    are taken. `chunk_s` is how long a chunk of actions lasts."""
 
     embodiment: str
     cameras: list[CameraContract]
     state: list[StateContract]
     frames_per_tick: int
+    max_frames_ahead: int
     rate_hz: float
     action_horizon: int
     action_dim: int
@@ -60,6 +62,7 @@ def robot_contract(robot: Embodiment) -> RobotContract:
         ],
         state=[_state_contract(quantity) for quantity in robot.state],
         frames_per_tick=robot.frames_per_tick,
+        max_frames_ahead=robot.frames_per_tick,
         rate_hz=robot.fps,
         action_horizon=robot.action_horizon,
         action_dim=robot.action_dim,

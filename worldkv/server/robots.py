@@ -19,9 +19,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, FastAPI
 from starlette.routing import WebSocketRoute
@@ -44,6 +45,7 @@ from worldkv.wire import (
     close_code,
     error_text,
     infer_reply,
+    observe_reply,
     pack,
     read_request,
     shown_name,
@@ -51,9 +53,12 @@ from worldkv.wire import (
 
 if TYPE_CHECKING:
     from worldkv.app import Reply
+    from worldkv.server.entry import Entry
 
 _MAX_TOLD = 8  # fields of a socket's resets
 _READ_AT_ONCE = 16 * 1024  # bytes; a longer message is unpacked off the event loop
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1")
@@ -152,11 +157,16 @@ class Connection:
         self._serving, self._has_asked, self._label = True, True, "unknown"
         request = await self._read(message)
         self._label = request.dialect.value
-        work = self._infer(request) if isinstance(request, InferRequest) else self._reset(request)
-        await self._send(await self._attend(work))
+        await self._send(await self._attend(self._answer_to(request)))
         self._serving = False
-        self._previous_total_ms = (time.perf_counter() - start) * 1e3
+        if not (isinstance(request, InferRequest) and request.observes):
+            self._previous_total_ms = (time.perf_counter() - start) * 1e3
         self._count("ok")
+
+    async def _answer_to(self, request: InferRequest | ResetRequest) -> bytes | str:
+        if isinstance(request, ResetRequest):
+            return await self._reset(request)
+        return await (self._observe(request) if request.observes else self._infer(request))
 
     async def _send(self, message: bytes | str) -> None:
         """Raises WebSocketDisconnect where the socket is no more, also if it was the web server that closed it."""
@@ -191,29 +201,49 @@ class Connection:
 
     async def _infer(self, request: InferRequest) -> bytes:
         received = time.perf_counter()
+        observation = await self._read_fields(self._service.app.read, request)
+        async with self._session_of(request) as entry:
+            reply = await self._outcome(entry, entry.session.infer(observation))
+        self._service.ticked(entry, reply)
+        serve_first(self._websocket)
+        timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
+        details = await asyncio.to_thread(_details, reply) if request.details else None
+        return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details), request.encoding)
+
+    async def _observe(self, request: InferRequest) -> bytes:
+        """Answered as soon as the frames are kept; nobody waits for what is done with them ahead of their tick."""
+        frames = await self._read_fields(self._service.app.read_ahead, request)
+        async with self._session_of(request) as entry:
+            kept = await self._outcome(entry, entry.session.observe(frames))
+        return pack(observe_reply(request, kept.num_frames, kept.warnings), request.encoding)
+
+    async def _read_fields(self, read: Callable[[Mapping[str, object]], T], request: InferRequest) -> T:
+        """What the app makes of a request, before any session is touched for it."""
         await self._service.until_ready()
-        observation = await self._service.in_thread(self._service.app.read, request.observation)
+        inputs = await self._service.in_thread(read, request.observation)
         if self._gone:  # meanwhile: nobody would hear of a session's end, which is told once
             raise WebSocketDisconnect(1005)
+        return inputs
+
+    @contextlib.asynccontextmanager
+    async def _session_of(self, request: InferRequest) -> AsyncIterator[Entry]:
         name = request.session_id or self._own_name
         self._current_id = owned(in_env(name, request.env_id), self._owner)
         self._current_name = name
         async with self._service.sessions.use(self._current_id, self, _asked(request), self._owner) as entry:
             if self._gone:  # while it was being opened
                 raise WebSocketDisconnect(1005)
-            future = asyncio.wrap_future(entry.session.infer(observation))
-            entry.has_history = True
-            try:
-                reply = await future
-            except asyncio.CancelledError:
-                if not future.cancelled():
-                    raise  # we were, at a shutdown that does not wait
-                raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
-        self._service.ticked(entry, reply)
-        serve_first(self._websocket)
-        timing = self._server_timing(reply, (time.perf_counter() - received) * 1e3)
-        details = await asyncio.to_thread(_details, reply) if request.details else None
-        return pack(infer_reply(request, reply.output["actions"], timing, reply.warnings, details), request.encoding)
+            yield entry
+
+    async def _outcome(self, entry: Entry, asked: Future[T]) -> T:
+        entry.has_history = True
+        future = asyncio.wrap_future(asked)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                raise  # we were, at a shutdown that does not wait
+            raise SessionEnded(f"session {entry.session_id}: the tick was cancelled") from None
 
     def _server_timing(self, reply: Reply, infer_ms: float) -> dict[str, float]:
         read_ms = max(0.0, infer_ms - reply.timings["total"])  # before the tick was asked for, and after it

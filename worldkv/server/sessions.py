@@ -72,7 +72,8 @@ class SessionTable:
         reason = self._restart_reason(entry, asked)
         self._latest[connection] = entry
         entry.come(connection)
-        entry.prompt = asked.prompt
+        if asked.prompt is not None:  # frames may come without one
+            entry.prompt = asked.prompt
         entry.uses += 1
         try:
             if reason is not None:

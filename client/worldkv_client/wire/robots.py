@@ -8,11 +8,17 @@ The dialects are told apart by the key `endpoint`, which only RoboArena's reques
 | exterior cameras | one: `observation/exterior_image_1_left` | two: `.._image_0_left`, `.._image_1_left` |
 | reply | map: `actions`, `server_timing` | bare array, float32 [horizon, 8] |
 | reset | the key `reset: true` in a request | the same, or `endpoint: reset`, answered by a text |
+| frames ahead of a request | the key `observe: true` | the same, or `endpoint: observe` |
 
 Ours on top, all optional: `sequence` (an int; comes back in a reply that is a map), `reset` (a bool: forget
 the history first), `resume` (a bool: an error instead of a new session, should the named one be gone), `details` (a
 bool: a map in either dialect, the imagined video included), `env_id` (like `session_id`: which of the environments
 of one session, or socket, this is; each has a history of its own).
+
+A message that observes holds the cameras of a request, a frame or several of each, and its prompt where that is known;
+all else in it is not read. It is answered at once by a map in either dialect: `frames_ahead`, how many frames of each
+camera now wait for the next request, `warnings`, and `sequence`. The request leaves those frames out and says
+`frames_ahead`, so many; it may have more of them. Its reply is that of a request with all of them.
 
 Does not know sockets or sessions, nor what a valid observation is: that is the policy's.
 """
@@ -51,7 +57,8 @@ class InferRequest:
     """One tick. `observation`: under RoboArena's names, whatever the dialect. `session_id` None: the
     connection is the session. `restart`: forget the history first. `resume`: the session must exist. `details`:
     reply with a map in either dialect, the imagined video and the cache's state included. `env_id`: one of the
-    environments that share the session; None where there is one. `encoding`: of its arrays, and of the reply's."""
+    environments that share the session; None where there is one. `observes`: no tick, but frames ahead of the next one.
+    `encoding`: of its arrays, and of the reply's."""
 
     dialect: Dialect
     observation: Mapping[str, Any]
@@ -61,6 +68,7 @@ class InferRequest:
     resume: bool = False
     details: bool = False
     env_id: str | None = None
+    observes: bool = False
     encoding: Encoding = Encoding.OPENPI
 
     @property
@@ -80,8 +88,8 @@ class ResetRequest:
     unread: tuple[str, ...] = ()
 
 
-CONTROL_FIELDS = frozenset({"endpoint", "session_id", "env_id", "sequence", "reset", "resume", "details"})
-_ENDPOINTS = ("infer", "reset")
+CONTROL_FIELDS = frozenset({"endpoint", "session_id", "env_id", "sequence", "reset", "resume", "details", "observe"})
+_ENDPOINTS = ("infer", "observe", "reset")
 _EXTERIOR = "observation/exterior_image_"
 # openpi's only exterior camera has the name of RoboArena's second one; as the model sees it, it is the first.
 _OPENPI_CAMERAS: Mapping[str, str] = {f"{_EXTERIOR}1_left": f"{_EXTERIOR}0_left"}
@@ -109,12 +117,13 @@ def parse_request(message: Any) -> InferRequest | ResetRequest:
         return _openpi_request(message, session_id)
     endpoint = message["endpoint"]
     if not isinstance(endpoint, str) or endpoint not in _ENDPOINTS:
-        raise BadRequest(f"endpoint: expected 'infer' or 'reset', got {short(endpoint)}")
+        raise BadRequest(f"endpoint: expected 'infer', 'observe' or 'reset', got {short(endpoint)}")
     if endpoint == "reset":
         unread = tuple(_observation(message))
         require_no_near_miss(unread, CONTROL_FIELDS)  # or another session would be reset
         return ResetRequest(session_id, env_id=_env_id(message), unread=unread)
-    return InferRequest(Dialect.ROBOARENA, _observation(message), session_id, **_controls(message))
+    request = InferRequest(Dialect.ROBOARENA, _observation(message), session_id, **_controls(message))
+    return replace(request, observes=True) if endpoint == "observe" else request
 
 
 def _openpi_request(message: dict[str, Any], session_id: str | None) -> InferRequest:
@@ -162,9 +171,11 @@ def _controls(message: dict[str, Any]) -> dict[str, Any]:
         raise BadRequest(f"sequence: expected an int, got {short(sequence)}")
     flags = {"restart": message.get("reset", False)}
     flags |= {name: message.get(name, False) for name in ("resume", "details")}
+    flags |= {"observes": message.get("observe", False)}
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise BadRequest(f"{name.replace('restart', 'reset')}: expected a bool, got {short(value)}")
+            field = {"restart": "reset", "observes": "observe"}.get(name, name)
+            raise BadRequest(f"{field}: expected a bool, got {short(value)}")
     bools = {name: bool(value) for name, value in flags.items()}
     return {"sequence": sequence, "env_id": _env_id(message), **bools}
 
@@ -201,6 +212,16 @@ def infer_reply(
     if request.dialect is Dialect.ROBOARENA and not request.details:
         return actions
     reply: dict[str, Any] = {"actions": actions, "server_timing": dict(server_timing), **(details or {})}
+    if request.sequence is not None:
+        reply["sequence"] = request.sequence
+    if warnings:
+        reply["warnings"] = list(warnings)
+    return reply
+
+
+def observe_reply(request: InferRequest, num_frames: int, warnings: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What answers a request that observes, before packing. `num_frames`: of each camera, that wait for the next."""
+    reply: dict[str, Any] = {"frames_ahead": num_frames}
     if request.sequence is not None:
         reply["sequence"] = request.sequence
     if warnings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,8 @@ from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
 from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
 from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
 from worldkv.models.dreamzero.spec import kv_spec as kv_spec
+from worldkv.models.dreamzero.state import Begun
+from worldkv.models.dreamzero.state import State as State
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
@@ -52,15 +54,6 @@ from worldkv.models.world_action import TickInputs, TickResult
 
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
 _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
-
-
-@dataclass(frozen=True)
-class State:
-    """The non-K/V state of an episode. Values are replaced, never written to: keeping one is a snapshot."""
-
-    prompt_key: str | None = None  # digest of the last prompt's tokens
-    first_frame_condition: torch.Tensor | None = None  # [4 + C, latent frames, h, w], of the window's first frame
-    prediction: torch.Tensor | None = None  # [C, F, h, w], what the last tick imagined
 
 
 class DreamZero:
@@ -177,8 +170,33 @@ class DreamZero:
     # the tick
 
     def program(self, kv: KVState, state: State, inputs: TickInputs) -> Program[TickResult, State]:
-        """One tick."""
+        """One tick, or the rest of one that has begun."""
         check_inputs(self.config, inputs, state.prediction is not None)
+        if state.begun is None:
+            state = yield from self._observe(kv, state, inputs)
+        begun = state.begun
+        assert begun is not None
+        start_frame, observed = kv.num_chunks, begun.observed
+        video, actions = yield from self._denoise(kv, state, inputs, observed.shape[-2:])
+        numbers = yield OnHost(HostCopy(actions.float()).numpy, "denoise")
+        result = TickResult(numbers, video, observed, begun.restart_reason, start_frame)
+        return Outcome(result, replace(state, prediction=video, begun=None))
+
+    def ahead(self, kv: KVState, state: State, inputs: TickInputs) -> Program[None, State]:
+        """What of a tick needs neither its robot's state nor noise: its observation is encoded and committed."""
+        check_inputs(self.config, inputs, state.prediction is not None)
+        return Outcome(None, (yield from self._observe(kv, state, inputs)))
+
+    def goes_on(self, state: State, inputs: TickInputs) -> bool:
+        """See WorksAhead: with these frames, and this prompt."""
+        begun, frames = state.begun, inputs.frames
+        if begun is None or begun.frames is None or frames is None:
+            return False
+        same = frames is begun.frames or np.array_equal(frames, begun.frames)
+        return same and _digest(inputs.token_ids, inputs.attention_mask) == begun.prompt_key
+
+    def _observe(self, kv: KVState, state: State, inputs: TickInputs) -> Generator[Request, Any, State]:
+        """Make the observation history. The state says how the tick has begun."""
         prompt_key = _digest(inputs.token_ids, inputs.attention_mask)
         reason = self._restart_reason(state, kv, prompt_key, inputs)
         if reason is not None:
@@ -194,10 +212,7 @@ class DreamZero:
             latents = yield Encode("video", (pixels,))
             observed = latents[0, :, -self.config.frames_per_chunk :]
         yield self._clean_pass(kv, state, observed)
-        start_frame = kv.num_chunks
-        video, actions = yield from self._denoise(kv, state, inputs, observed.shape[-2:])
-        numbers = yield OnHost(HostCopy(actions.float()).numpy, "denoise")
-        return Outcome(TickResult(numbers, video, observed, reason, start_frame), replace(state, prediction=video))
+        return replace(state, begun=Begun(inputs.frames, prompt_key, observed, reason))
 
     def _restart_reason(self, state: State, kv: KVState, prompt_key: str, inputs: TickInputs) -> str | None:
         """The reference's four rules, in its order."""
