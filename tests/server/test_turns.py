@@ -26,7 +26,7 @@ def pairs(num: int) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
 
 def test_those_that_go_last_are_told_of_one_at_a_time_in_the_order_of_coming() -> None:
     last: set[int] = set()
-    with pairs(4) as made, contextlib.closing(FairSelector(last)) as selector:
+    with pairs(4) as made, contextlib.closing(FairSelector(last, set())) as selector:
         for ours, _ in made:
             last.add(ours.fileno())
             selector.register(ours, 1)
@@ -37,7 +37,7 @@ def test_those_that_go_last_are_told_of_one_at_a_time_in_the_order_of_coming() -
 
 def test_others_are_told_of_at_once_and_alone_while_the_loop_has_something_to_do() -> None:
     last: set[int] = set()
-    with pairs(3) as made, contextlib.closing(FairSelector(last)) as selector:
+    with pairs(3) as made, contextlib.closing(FairSelector(last, set())) as selector:
         for ours, _ in made:
             selector.register(ours, 1)
         first, *strangers = (ours.fileno() for ours, _ in made)
@@ -50,11 +50,27 @@ def test_others_are_told_of_at_once_and_alone_while_the_loop_has_something_to_do
 
 def test_whoever_goes_last_has_a_turn_though_the_loop_is_never_idle() -> None:
     last: set[int] = set()
-    with pairs(2) as made, contextlib.closing(FairSelector(last)) as selector:
+    with pairs(2) as made, contextlib.closing(FairSelector(last, set())) as selector:
         for ours, _ in made:
             last.add(ours.fileno())
             selector.register(ours, 1)
         assert {key.fd for _ in range(100) for key, _ in selector.select(0)} == last
+
+
+def test_newcomers_wait_for_one_of_those_that_go_last_and_not_for_all_of_them() -> None:
+    last: set[int] = set()
+    doors: set[int] = set()
+    with pairs(4) as made, contextlib.closing(FairSelector(last, doors)) as selector:
+        for ours, _ in made:
+            last.add(ours.fileno())
+            selector.register(ours, 1)
+        door = made[0][0].fileno()
+        last.discard(door)
+        doors.add(door)
+        assert selector.select(0) == [], "newcomers come before what the loop has to do"
+        told = [[key.fd for key, _ in selector.select(None)] for _ in range(3)]
+        assert all(each[0] == door and len(each) == 2 for each in told)
+        assert {each[1] for each in told} == last
 
 
 def test_a_loop_of_one_that_goes_last_and_one_that_does_not_loses_nothing() -> None:
@@ -68,18 +84,18 @@ def test_a_loop_of_one_that_goes_last_and_one_that_does_not_loses_nothing() -> N
                 ours.setblocking(False)
             return list(await asyncio.gather(*(loop.sock_recv(ours, 1) for ours, _ in made)))
 
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FairSelector(last))) as runner:
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FairSelector(last, set()))) as runner:
         assert runner.run(asyncio.wait_for(run(), 5)) == [b"x", b"x"]
 
 
 def test_a_socket_goes_first_once_a_tick_of_it_was_answered() -> None:
     with serving(FakePolicy()) as server:
-        gate, listening = server._gate, len(server._sockets)
+        gate = server._gate
         with raw_client(server.port) as robot, opened(server.port):
             ask(robot, {"endpoint": "reset"})
-            eventually(lambda: len(gate.last) == listening + 2)  # both are strangers
+            eventually(lambda: len(gate.last) == 2)  # both are strangers
             assert told(ask(robot, infer_message()))[0] == 1
-            assert len(gate.last) == listening + 1
+            assert len(gate.last) == 1
 
 
 def test_one_begins_in_each_turn_of_the_loop_in_the_order_of_coming() -> None:

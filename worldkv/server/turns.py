@@ -15,32 +15,37 @@ _TURNS_BETWEEN = 16  # at most, before one of those that go last has its turn in
 
 
 class FairSelector(selectors.DefaultSelector):
-    """For asyncio. Of the files in `last`, numbers that whoever owns the set may change at any time, it tells of one at
-    a time: of the one that has waited longest, when the loop has nothing else to do, or has had for some turns. The
-    others stay ready until they are told of. Files that are not in the set are told of at once."""
+    """For asyncio. Of the files in `last` it tells of one at a time: of the one that has waited longest, when the loop
+    has nothing else to do, or has had for some turns; and of `doors`, where newcomers come in, beside it. The others
+    stay ready until they are told of. Files that are in neither set are told of at once.
 
-    def __init__(self, last: Set[int]) -> None:
+    The sets hold numbers; whoever owns them may change them at any time."""
+
+    def __init__(self, last: Set[int], doors: Set[int]) -> None:
         super().__init__()
         self._last = last
+        self._doors = doors
         self._waiting: dict[int, None] = {}  # the numbers of those that are ready, in the order of coming
         self._turns_left = _TURNS_BETWEEN
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(timeout)
         rest = {event[0].fd: event for event in ready if event[0].fd in self._last}
-        if not rest:
-            self._waiting.clear()
-            return ready
+        doors = {event[0].fd: event for event in ready if event[0].fd in self._doors}
         self._waiting = {fd: None for fd in self._waiting if fd in rest} | dict.fromkeys(rest)
-        first = [event for event in ready if event[0].fd not in rest]
+        if not rest and not doors:
+            return ready
+        first = [event for event in ready if event[0].fd not in rest and event[0].fd not in doors]
         is_busy = bool(first) or (timeout is not None and timeout <= 0)  # it has callbacks to run
         self._turns_left -= 1
         if is_busy and self._turns_left > 0:
             return first
         self._turns_left = _TURNS_BETWEEN
-        oldest = next(iter(self._waiting))
+        oldest = next(iter(self._waiting), None)
+        if oldest is None:
+            return [*first, *doors.values()]
         del self._waiting[oldest]
-        return [*first, rest[oldest]]
+        return [*first, *doors.values(), rest[oldest]]
 
 
 class Turns:
