@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ["doctor"],
     "film": ["film", "--session", "arm"],
     "replay": ["replay", "--clip", "clip"],
+    "bench": ["bench"],
 }
 
 
@@ -30,5 +31,5 @@ def test_the_commands_refuse_the_same_addresses_with_the_same_words(
     assert len(set(said.values())) == 1, said
     code, words = said["top"]
     assert code == 2
-    assert re.search(REFUSED[given], words)
+    assert re.search(REFUSED[given].replace("address: ", "--url: "), words)
     assert list(tmp_path.iterdir()) == [], "nothing is begun with a bad address"

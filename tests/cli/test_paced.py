@@ -86,7 +86,7 @@ def test_any_server_of_the_dialects_is_measured(dialect: str) -> None:
     policy = FakePolicy()
     with serving(policy) as server:
         pace = Pace(0.2, seconds=1.5, episode_s=0.7)
-        told = measure_server(f"ws://127.0.0.1:{server.port}", dialect, None, 3, pace)
+        told = measure_server(f"ws://127.0.0.1:{server.port}", dialect, 3, pace)
     assert told["errors"] == []
     assert told["replies"] >= 15
     assert told["p99_ms"] is not None

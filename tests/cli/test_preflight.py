@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import socket
 import sys
@@ -109,6 +110,46 @@ class _Recording:
 
     def before_cuts(self) -> _Recording:
         return self
+
+
+@pytest.mark.parametrize("command", [["convert", "-o", "new"], ["inspect"], ["plan"], ["serve", "--port", "0"]])
+def test_a_robot_and_a_base_are_looked_for_first(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = str(random_checkpoint("ti2v"))
+    for options, told in (
+        (["--base", "nowhere"], "--base: expected a folder of a base Wan model, nowhere does not exist"),
+        (["--embodiment", "octopus.yaml"], "embodiment file octopus.yaml: does not exist"),
+    ):
+        assert told in told_by(capsys, *command, folder, *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("matplotlib", ["doctor", "-o", "p.png"]),
+        ("matplotlib", ["plan", "-o", "p.png"]),
+        ("matplotlib", ["demo"]),
+        ("matplotlib", ["replay", "k", "--clip", "c"]),
+        ("av", ["film", "--session", "s"]),
+        ("av", ["replay", "k", "--clip", "c"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_packages_for_what_is_written_last_are_looked_for_first(
+    package: str,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    monkeypatch.chdir(tmp_path)
+    assert f"--output: needs {package}, which cannot be found: pip install 'worldkv[" in told_by(capsys, *words)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_recordings_that_fill_their_limit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

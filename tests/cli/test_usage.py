@@ -88,6 +88,18 @@ def test_a_place_that_is_the_other_kind_or_cannot_be_written_is_told(tmp_path: P
         (["top", "extra"], "takes no 'extra'"),
         (["plan", "--precision", "fp9"], "--precision: invalid choice: 'fp9'"),
         (["convert", "k"], "what is missing: -o/--output"),
+        (["replay", "k"], "what is missing: --clip or --recording"),
+        (["replay", "k", "--clip", "c", "--recording", "r"], "--recording: cannot be given with --clip"),
+        (["plan", "--base", "b"], "--base: expected a folder of a base Wan model, b does not exist"),
+        (["plan", "--embodiment", "oxe_droid"], "--embodiment: is for a checkpoint folder; give one, or leave it out"),
+        (["bench", "--url", "ws://"], "--url: 'ws://' has no host"),
+        (
+            ["bench", "--url", "h", "--device", "cpu"],
+            "--device: is for an engine in this process; leave it",
+        ),
+        (["bench", "--url", "h", "--parts", "ticks"], "--parts: of a server only paced can be measured"),
+        (["bench", "--robots", "3"], "--robots: is for robots at their own pace; give --parts paced as well"),
+        (["bench", "--parts", "paced", "--proxy", "none"], "--proxy: is for a server; give its --url"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

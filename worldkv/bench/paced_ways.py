@@ -20,6 +20,7 @@ from worldkv.client import PolicyClient
 from worldkv.engine.engine import EngineConfig, SessionHandle
 from worldkv.models.world_action import TickInputs
 
+_PROMPT = "pick up the cup"
 _VARIANTS = 4  # of a robot's images: making noise anew for every ask would take the time of what is measured
 
 
@@ -82,14 +83,14 @@ def measure_engine(
     }
 
 
-def to_server(url: str, dialect: str, api_key: str | None, prompt: str = "pick up the cup") -> Connect:
+def to_server(url: str, dialect: str, api_key: str | None = None, proxy: str | None = "auto") -> Connect:
     """Each robot a socket of its own, to `url`; images are of the size that the greeting asks for."""
 
     @contextmanager
     def connect(robot: int) -> Iterator[Ask]:
-        with PolicyClient(url, dialect=dialect, api_key=api_key) as client:
+        with PolicyClient(url, dialect=dialect, api_key=api_key, proxy=proxy) as client:
             yield _ServerRobot(
-                client, [droid_observation(client.metadata, dialect, [robot, v], prompt) for v in range(_VARIANTS)]
+                client, [droid_observation(client.metadata, dialect, [robot, v], _PROMPT) for v in range(_VARIANTS)]
             )
 
     return connect
@@ -113,9 +114,11 @@ class _ServerRobot:
             self.num_ahead = self.client.observe(taken)
 
 
-def measure_server(url: str, dialect: str, api_key: str | None, num_robots: int, pace: Pace) -> Figures:
+def measure_server(
+    url: str, dialect: str, num_robots: int, pace: Pace, api_key: str | None = None, proxy: str | None = "auto"
+) -> Figures:
     """Robots on a server that is ready."""
-    answers = drive(to_server(url, dialect, api_key), num_robots, pace)
+    answers = drive(to_server(url, dialect, api_key, proxy), num_robots, pace)
     return {"robots": num_robots, **summarise(answers, pace)}
 
 

@@ -14,11 +14,20 @@ from typing import TYPE_CHECKING, Any
 from worldkv.attention.names import check_name
 from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY
-from worldkv.cli.common import add_api_key, add_attention, add_block_size, add_device, choose_device, choose_dtype
+from worldkv.cli.common import (
+    add_attention,
+    add_block_size,
+    add_device,
+    add_server_address,
+    choose_device,
+    choose_dtype,
+)
+from worldkv.cli.errors import UsageError
 from worldkv.cli.numbers import seconds, whole
 from worldkv.cli.places import add_output
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import spinner
+from worldkv_client import ServerAddress
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +37,8 @@ if TYPE_CHECKING:
 PARTS = ("attention", "ticks", "sessions", "paced", "parking", "steady", "profile", "memory", "baseline", "fp8")
 OWN_ENGINE = ("paced", "parking")  # each makes an engine of its own, and paced takes a minute for each number of robots
 AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
+SESSIONS = [1, 2, 4, 8, 16, 32, 64]
+ROBOTS = [4, 8, 16]
 
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
@@ -38,7 +49,7 @@ EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"({TINY})")
+    parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"whose sizes are measured ({TINY})")
     add_device(parser)
     parser.add_argument(
         "--parts",
@@ -46,11 +57,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=PARTS,
         default=AT_ONCE,
         metavar="PART",
-        help=f"of {PARTS} (all but paced and parking)",
+        help=f"of {', '.join(PARTS)} (all but paced and parking)",
     )
-    parser.add_argument("--sessions", type=whole(1), nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N")
+    many = f"at once, for the part of that name ({' '.join(map(str, SESSIONS))})"
+    parser.add_argument("--sessions", type=whole(1), nargs="+", default=SESSIONS, metavar="N", help=many)
     paced = parser.add_argument_group("robots at their own pace (--parts paced)")
-    paced.add_argument("--robots", type=whole(1), nargs="+", default=[4, 8, 16], metavar="N", help="how many (4 8 16)")
+    paced.add_argument("--robots", type=whole(1), nargs="+", default=ROBOTS, metavar="N", help="how many (4 8 16)")
     find = "the most robots, from the least to the most of --robots, that get 99 %% of their replies in time"
     paced.add_argument("--find", action="store_true", help=find)
     period = f"between a robot's asks; later replies are late ({Pace.period_s})"
@@ -60,15 +72,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     paced.add_argument("--seconds", type=seconds, default=Pace.seconds, metavar="S", help=length)
     observe = "send frames as they are taken, the newest S before its ask; measured beside those who send all with it"
     paced.add_argument("--observe", type=seconds, metavar="S", help=observe)
-    paced.add_argument("--url", help="a server that speaks openpi or RoboArena, instead of an engine in this process")
+    add_server_address(paced, default=None)
     paced.add_argument("--dialect", choices=("openpi", "roboarena"), default="roboarena", help="for --url (roboarena)")
-    add_api_key(parser, "for --url")
     add_output(parser, "folder", "results and plots", default="bench-output")
     add_attention(parser)
     add_block_size(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _check_combination(arguments)
     if arguments.url is not None:
         return _paced_server(arguments)
     check_name(arguments.attention)
@@ -108,6 +120,32 @@ def run(arguments: argparse.Namespace) -> int:
         if set(arguments.parts) - {"attention", *OWN_ENGINE}:
             _measure_engine(arguments, device, dtype, results)
     return _leave(arguments.output, results)
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """No option is taken and then ignored. Raises UsageError, for an address too."""
+    here: dict[str, object] = {"model": TINY, "device": "auto", "sessions": SESSIONS}
+    here |= {"attention": EngineConfig.attention, "block_size": EngineConfig.block_size}
+    of_servers: dict[str, object] = {"dialect": "roboarena", "proxy": "auto"}
+    of_paced: dict[str, object] = {
+        "find": False,
+        "episode": None,
+        "period": Pace.period_s,
+        "seconds": Pace.seconds,
+        "robots": ROBOTS,
+    }
+    if arguments.url is not None:
+        ServerAddress.parse(arguments.url)
+        wrong, why = here, "is for an engine in this process; leave it or --url out"
+        if arguments.parts not in (AT_ONCE, ["paced"]):
+            raise UsageError("--parts: of a server only paced can be measured; leave it or --url out")
+    elif "paced" not in arguments.parts:
+        wrong, why = of_servers | of_paced, "is for robots at their own pace; give --parts paced as well"
+    else:
+        wrong, why = of_servers, "is for a server; give its --url"
+    for field, default in wrong.items():
+        if getattr(arguments, field) != default:
+            raise UsageError(f"{arguments.options[field]}: {why}")
 
 
 def _leave(folder: Path, results: Figures) -> int:
@@ -156,7 +194,8 @@ def _paced_server(arguments: argparse.Namespace) -> int:
     from worldkv.bench.paced_ways import measure_server
 
     def measure(num_robots: int, pace: Pace) -> Figures:
-        return measure_server(arguments.url, arguments.dialect, arguments.api_key, num_robots, pace)
+        way = (arguments.api_key, arguments.proxy)
+        return measure_server(arguments.url, arguments.dialect, num_robots, pace, *way)
 
     about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
     return _leave(arguments.output, {**about, "paced": _by_robots(arguments, measure)})

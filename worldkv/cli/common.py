@@ -161,7 +161,7 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def add_server_address(command: argparse.ArgumentParser, default: str | None = "ws://127.0.0.1:8000") -> None:
+def add_server_address(command: argparse._ActionsContainer, default: str | None = "ws://127.0.0.1:8000") -> None:
     what = f"of the server: HOST, HOST:PORT, ws://, wss://, http:// or https:// ({default or 'none'})"
     command.add_argument("--url", default=default, metavar="URL", help=what)
     add_api_key(command, "(WORLDKV_API_KEY)")
@@ -174,7 +174,7 @@ def add_server_address(command: argparse.ArgumentParser, default: str | None = "
     )
 
 
-def add_api_key(command: argparse.ArgumentParser, what: str) -> None:
+def add_api_key(command: argparse._ActionsContainer, what: str) -> None:
     default = os.environ.get("WORLDKV_API_KEY") or None
     command.add_argument("--api-key", default=default, metavar="KEY", help=what)
 

@@ -17,7 +17,7 @@ from worldkv.cli.common import add_checkpoint, add_robot_and_base
 from worldkv.cli.errors import OK
 from worldkv.cli.numbers import gigabytes
 from worldkv.cli.places import add_output
-from worldkv.cli.preflight import check_folder
+from worldkv.cli.preflight import check_folder, check_robot_and_base
 from worldkv.errors import CheckpointError
 from worldkv.show.terminal import progress, size_text, spinner
 from worldkv.words import count
@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     folder, output = arguments.checkpoint, arguments.output
     check_folder(folder)
+    check_robot_and_base(arguments)
     if output.resolve() == folder.resolve():
         raise ValueError("--output: expected another folder than the one that is read")
     with spinner("reading the checkpoint"):

@@ -20,6 +20,7 @@ import numpy as np
 from worldkv.cli.common import add_ticks
 from worldkv.cli.errors import OK
 from worldkv.cli.places import add_output
+from worldkv.cli.preflight import require_packages
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
 from worldkv.demo.synthetic import CONTROL_HZ, MAX_SPEED, SyntheticArm
@@ -65,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    require_packages("plots", "matplotlib", option="--output")
+    require_packages("video", "av", option="--output")
     output, started = arguments.output, time.monotonic()
     checkpoint = output / "checkpoint"
     with spinner("writing a tiny checkpoint"):

@@ -18,6 +18,7 @@ import numpy as np
 from worldkv.cli.common import add_server_address, add_ticks
 from worldkv.cli.errors import FAILED, OK, UsageError
 from worldkv.cli.places import PICTURES, add_output
+from worldkv.cli.preflight import require_packages
 from worldkv.client import PolicyClient
 from worldkv.errors import BadRequest, ConnectionLost, RemoteError
 from worldkv.words import count, reason
@@ -65,6 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        require_packages("plots", "matplotlib", option="--output")
     own = None if arguments.observation is None else _read_observation(arguments.observation)
     report = Report()
     route = Route.to(ServerAddress.parse(arguments.url), arguments.proxy)
@@ -246,10 +249,8 @@ def _get(route: Route, page: str, api_key: str | None, method: str = "GET") -> t
 
 def _draw(path: Path, contract: Mapping[str, Any], own: dict[str, Any] | None) -> None:
     """Each camera beside its place in the model's image; noise where no observation was given."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"--output needs matplotlib ({error}): pip install 'worldkv[plots]'") from error
+    from matplotlib.figure import Figure
+
     cameras = contract["cameras"]
     figure = Figure(figsize=(4.2 * len(cameras), 3.2), dpi=120, layout="constrained")
     for axes, camera in zip(figure.subplots(1, len(cameras), squeeze=False)[0], cameras, strict=True):

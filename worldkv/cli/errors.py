@@ -19,7 +19,12 @@ EXIT_CODES = (
 )
 
 # fields whose option has another name: field -> where an option keeps its value
-_OTHER_NAMES = {"max_parked_bytes": "park_memory", "attention backend": "attention", "limit_bytes": "record_limit_gb"}
+_OTHER_NAMES = {
+    "max_parked_bytes": "park_memory",
+    "attention backend": "attention",
+    "limit_bytes": "record_limit_gb",
+    "address": "url",
+}
 
 
 class UsageError(ValueError):

@@ -13,6 +13,7 @@ import numpy as np
 from worldkv.cli.common import add_server_address, add_ticks
 from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.places import add_output
+from worldkv.cli.preflight import require_packages
 from worldkv.errors import ConnectionLost
 from worldkv.robots.tiling import tile_views
 from worldkv.show.pictures import VIDEO_HZ, beside, resized
@@ -42,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    require_packages("video", "av", option="--output")
     with console_feed(arguments.url, arguments.api_key, proxy=arguments.proxy) as (socket, hello):
         session = session_meant(arguments.session, hear(socket, "overview"))
         socket.send(json.dumps({"watch": [session]}))

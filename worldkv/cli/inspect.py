@@ -21,7 +21,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from worldkv.cli.preflight import check_robot_and_base
     from worldkv.show.inspection import inspect_folder
 
+    check_robot_and_base(arguments)
     whole = inspect_folder(arguments.checkpoint, arguments.base, arguments.embodiment, arguments.block_size)
     return OK if whole else FAILED

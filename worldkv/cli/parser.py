@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -79,6 +80,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ").replace("the following arguments are required:", "what is missing:")
+        text = text.replace("not allowed with argument", "cannot be given with")
+        if found := re.fullmatch(r"one of the arguments (.+) is required", text):
+            text = f"what is missing: {' or '.join(found[1].split())}"
         raise UsageError(f"{self.prog}: {text} (see {self.prog} --help)")
 
     def _expect_known(self, words: Sequence[str]) -> None:

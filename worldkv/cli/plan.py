@@ -13,6 +13,7 @@ from worldkv.cli.common import add_block_size, add_checkpoint, add_robot_and_bas
 from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.numbers import gigabytes, real
 from worldkv.cli.places import PICTURES, add_output
+from worldkv.cli.preflight import check_robot_and_base, require_packages
 from worldkv.engine.room import WORKSPACE
 from worldkv.show.terminal import size_text
 from worldkv.words import count
@@ -40,6 +41,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.checkpoint is not None and arguments.model is not None:
         raise UsageError("--model: a checkpoint folder says its sizes itself; give one of the two")
+    if arguments.output is not None:
+        require_packages("plots", "matplotlib", option="--output")
+    check_robot_and_base(arguments)
+    for option, given in (("--base", arguments.base), ("--embodiment", arguments.embodiment)):
+        if arguments.checkpoint is None and given:
+            raise UsageError(f"{option}: is for a checkpoint folder; give one, or leave it out")
     if arguments.checkpoint is not None:
         sizes = sizes_of_checkpoint(arguments.checkpoint, arguments.base, arguments.embodiment)
     else:

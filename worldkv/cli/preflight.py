@@ -27,17 +27,24 @@ if TYPE_CHECKING:
     from worldkv.server.tracing import TickTracer
 
 
-def require_packages(extra: str, *names: str) -> None:
-    """Raises UsageError with what to install. Imports none of them."""
+def require_packages(extra: str, *names: str, option: str = "") -> None:
+    """Raises UsageError with what to install, `option` says what for: before work whose result would be lost. Imports
+    none of them."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{', '.join(missing)} cannot be found: pip install 'worldkv[{extra}]'")
+        needed = f"{option}: needs {', '.join(missing)}, which" if option else ", ".join(missing)
+        raise UsageError(f"{needed} cannot be found: pip install 'worldkv[{extra}]'")
 
 
 def check_engine_options(arguments: argparse.Namespace) -> None:
     """Of `add_engine_options`, without torch. Raises ValueError, or CheckpointError for a folder that is not there."""
     check_name(arguments.attention)
     check_folder(arguments.checkpoint)
+    check_robot_and_base(arguments)
+
+
+def check_robot_and_base(arguments: argparse.Namespace) -> None:
+    """Of `add_robot_and_base`: folders and files that are named are there. Raises ValueError."""
     for base in arguments.base:
         if not base.is_dir():
             raise UsageError(f"--base: expected a folder of a base Wan model, {base} {_state(base)}")

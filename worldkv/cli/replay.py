@@ -17,6 +17,7 @@ from worldkv.cli.common import (
 from worldkv.cli.errors import FAILED, OK
 from worldkv.cli.numbers import real, whole
 from worldkv.cli.places import add_output, add_place
+from worldkv.cli.preflight import require_packages
 from worldkv.client import PolicyClient
 from worldkv.show import clip as clips
 from worldkv.show import recorded
@@ -68,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_combination(arguments)
     if arguments.url is not None:
         ServerAddress.parse(arguments.url)  # before anything is made or read for it
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    require_packages("plots", "matplotlib", option="--output")
+    require_packages("video", "av", option="--output")
     if arguments.recording is not None:
         return _replay_recording(arguments)
     episode = _send_clip(arguments) if arguments.url is not None else _run_clip(arguments)
@@ -165,6 +167,7 @@ def _episode(policy: Policy, arguments: argparse.Namespace) -> Episode:
 
 
 def _leave(episode: Episode, folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
     with progress("writing video and plots") as step:
         files = episode.save(folder, step)
     totals = [record.total_ms for record in episode.records]

@@ -85,7 +85,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     text = f"seconds without a request after which a session ends ({idle:g})"
     parser.add_argument("--session-idle", type=seconds, default=idle, metavar="S", help=text)
     for name, limit, what in (
-        ("--max-sessions-per-key", ServerConfig.max_sessions, "sessions, parked ones included"),
+        ("--max-sessions-per-key", ServerConfig.max_sessions, "sessions, parked ones included,"),
         ("--max-sockets-per-key", ServerConfig.max_connections, "sockets"),
         ("--max-snapshots-per-key", ServerConfig.max_snapshots, "snapshots"),
     ):

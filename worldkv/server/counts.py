@@ -11,8 +11,10 @@ from worldkv.errors import AdmissionRefused
 class PerKey:
     """Lives on the event loop. Things of one kind, `kind` in words, of which one key may have `limit` at once."""
 
-    def __init__(self, kind: str, limit: int, way_out: str) -> None:
-        """`way_out`: what its client can do. When one ends is not known, so no time to try again is told."""
+    def __init__(self, kind: str, limit: int, way_out: str, option: str = "") -> None:
+        """`way_out`: what its client can do; `option`: sets the limit. When one ends is not known, so no time to try
+        again is told."""
+        self._option = f" ({option})" if option else ""
         self._way_out = way_out
         self._kind = kind
         self._limit = limit
@@ -22,7 +24,7 @@ class PerKey:
     def add(self, thing: object, owner: str) -> None:
         """Raises AdmissionRefused where `owner` has as many as one key may."""
         if self._num_of[owner] >= self._limit:
-            text = f"{self._limit} {self._kind}, the most that one client may have; {self._way_out}"
+            text = f"{self._limit} {self._kind}, the most that one client may have{self._option}; {self._way_out}"
             raise AdmissionRefused(text)
         self._owner_of[thing] = owner
         self._num_of[owner] += 1

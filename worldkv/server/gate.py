@@ -23,7 +23,7 @@ from worldkv.server.hosts import ip_address
 _KEPT_FILES = 256  # of the process, for weights, recordings and itself
 _MOST_SOCKETS = 16384
 _WAITING = 1024  # newcomers, in the kernel: one that finds no room there tries again a second later
-_REFUSED_AT_ONCE = 64  # then the loop looks after others
+_REFUSED_AT_ONCE = 16  # then the loop looks after others
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_FILES = (
     "this process may open no more files: newcomers are refused; raise the limit (ulimit -n, LimitNOFILE=), or serve "
@@ -47,6 +47,7 @@ class Gate:
         self.num_open = 0
         self._strangers: dict[object, _Accepted] = {}  # by both ends, the oldest first
         self.last: set[int] = set()  # numbers of files that wait for robots: see `turns`
+        self.doors: set[int] = set()  # of listening ones, which do as well
         self._words = Bucket(10, 0.2)  # for the log
         self._spare: int | None = None  # a file that is given up to refuse somebody when there are no more
 
@@ -157,7 +158,7 @@ class GatedSocket(socket.socket):
         gated = cls(listening.family, listening.type, listening.proto, listening.detach())
         gated.gate = gate
         gated.port = int(gated.getsockname()[1])
-        gate.last.add(gated.fileno())
+        gate.doors.add(gated.fileno())
         gate.keep_spare()
         return gated
 

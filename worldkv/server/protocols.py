@@ -39,7 +39,7 @@ class LimitedConfig(uvicorn.Config):
 
     def get_loop_factory(self) -> Callable[[], asyncio.AbstractEventLoop]:
         """A loop whose `accept` the gate can be (see there), and that serves robots first."""
-        return lambda: asyncio.SelectorEventLoop(FairSelector(self.gate.last))
+        return lambda: asyncio.SelectorEventLoop(FairSelector(self.gate.last, self.gate.doors))
 
 
 class LimitedHTTP(H11Protocol):

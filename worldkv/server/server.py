@@ -52,7 +52,7 @@ _FAREWELL_S = 5.0
 _PING_INTERVAL_S = 20.0
 _PING_TIMEOUT_S = 60.0  # a pong waits behind an upload on a slow link
 _POLL_S = 0.1
-_ACCEPTED_AT_ONCE = 32
+_ACCEPTED_AT_ONCE = 8
 
 logger = logging.getLogger(__name__)
 

@@ -54,7 +54,9 @@ class Service:
         self.warm_up_error: Exception | None = None
         self.app = app
         self.tracer: TickTracer | None = None
-        self.sockets = PerKey("sockets are open", config.max_connections, "close one: none closes by itself")
+        self.sockets = PerKey(
+            "sockets are open", config.max_connections, "close one: none closes by itself", "--max-sockets-per-key"
+        )
         waiting = "try again when one of them is answered, or end a stream"  # who sent them all knows when that is
         self.requests = PerKey("requests are being served", config.max_requests, waiting)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="worldkv-server")

@@ -268,9 +268,8 @@ class SessionTable:
                 await self._close(self._leaving[session_id], "another session takes its id")
             while self._has_too_many(owner):
                 if not await self._make_room(self.of(owner)):
-                    text = (
-                        f"{self._config.max_sessions} sessions are open, the most that one client may have; close one"
-                    )
+                    most = "the most that one client may have (--max-sessions-per-key); close one"
+                    text = f"{self._config.max_sessions} sessions are open, {most}"
                     raise self._refusal(text, self.of(owner))
             self._num_opening[owner] += 1
             try:

@@ -48,7 +48,8 @@ class SnapshotTable:
         held = self.of(owner)
         if len(held) >= self._limit:
             wait_s = min(one.last_used for one in held) + self._unused_s - _now()
-            text = f"{self._limit} snapshots are held, the most that one client may have; release one"
+            most = f"{self._limit} snapshots are held, the most that one client may have (--max-snapshots-per-key)"
+            text = f"{most}; release one"
             raise AdmissionRefused(text, retry_after_ms=max(0, math.ceil(1e3 * wait_s)))
 
     def add(self, owner: str, session_id: str, snapshot: SnapshotHandle) -> HeldSnapshot:
