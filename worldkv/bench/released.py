@@ -17,3 +17,4 @@ VIDEO_MODELS: dict[str, Callable[[], CausalWanConfig]] = {
 }
 VIDEO_ENCODERS = replace(TRUE_SIZES["i2v"], image=None)  # Wan 2.1's VAE and UMT5-XXL
 TINY = "tiny"  # for machines without a GPU
+TINY_VIDEO = "tiny-video"  # likewise, of causal video

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from worldkv.attention.names import check_name
 from worldkv.bench.paced import Figures, Pace
-from worldkv.bench.released import RELEASED, TINY
+from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
 from worldkv.cli.common import add_api_key, add_attention, add_block_size, add_device, choose_device, choose_dtype
 from worldkv.cli.numbers import seconds, whole
 from worldkv.cli.places import add_output
+from worldkv.cli.video import add_video_options, expect_options_of
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import spinner
 
@@ -31,13 +32,14 @@ AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
     "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
-    "a table, leaves bench.json and plots in the output folder; the last line is the JSON."
+    "a table, leaves bench.json and plots in the output folder; the last line is the JSON. Of causal video: blocks\n"
+    "of one session (ticks) and of several (sessions)."
 )
 EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"({TINY})")
+    parser.add_argument("--model", choices=(*RELEASED, TINY, *VIDEO_MODELS, TINY_VIDEO), default=TINY, help=f"({TINY})")
     add_device(parser)
     parser.add_argument(
         "--parts",
@@ -63,9 +65,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "folder", "results and plots", default="bench-output")
     add_attention(parser)
     add_block_size(parser)
+    add_video_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    is_video = arguments.model in (*VIDEO_MODELS, TINY_VIDEO)
+    expect_options_of("causal_wan" if is_video else "dreamzero", arguments)
+    if is_video:
+        from worldkv.cli.bench_video import run_video
+
+        return run_video(arguments, AT_ONCE)
     if arguments.url is not None:
         return _paced_server(arguments)
     check_name(arguments.attention)
