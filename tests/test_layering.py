@@ -64,7 +64,7 @@ KNOWN_REACHES = {
     ("cli/signals.py", "os._exit"),  # its public name
     ("models/checkpoints/modules.py", "owner._buffers"),
     ("models/checkpoints/modules.py", "owner._parameters"),
-    ("models/dreamzero/true_size.py", "owner._parameters"),
+    ("models/wan/random.py", "owner._parameters"),
     ("models/wan/encoders.py", "module.get_submodule(path)._buffers"),
     ("models/wan/encoders.py", "state._tails"),  # ours: of VAEStream, by WanVAE in the same module
     ("models/wan/fused.py", "torch._addmm_activation"),

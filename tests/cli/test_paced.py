@@ -138,7 +138,7 @@ def test_frames_come_before_their_ask_where_the_pace_says_so(lead_s: float | Non
 def test_frames_are_sent_to_a_server_as_they_are_taken(dialect: str) -> None:
     policy = FakePolicy()
     with serving(policy) as server:
-        told = measure_server(f"ws://127.0.0.1:{server.port}", dialect, None, 2, Pace(0.2, seconds=1, lead_s=0.05))
+        told = measure_server(f"ws://127.0.0.1:{server.port}", dialect, 2, Pace(0.2, seconds=1, lead_s=0.05))
     assert told["errors"] == []
     assert told["replies"] >= 8
 

@@ -6,17 +6,22 @@ Sessions are counted by the engine's own rule (`engine.room`). Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worldkv.bench.released import RELEASED
+from worldkv.bench.released import RELEASED, VIDEO_ENCODERS, VIDEO_MODELS
 from worldkv.engine.room import DRIVER_BYTES, WORKSPACE, Room, usable_on_gpu
+from worldkv.models.causal_wan import folder as video
+from worldkv.models.causal_wan.config import CausalWanConfig
+from worldkv.models.causal_wan.config import kv_spec as video_spec
 from worldkv.models.dreamzero.folder import DIT_PREFIX
 from worldkv.models.dreamzero.layout import TRUE_SIZES, needed_shapes
 from worldkv.models.dreamzero.spec import kv_spec
 from worldkv.models.dreamzero.survey import Survey, Surveyed, read_sizes
+from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE, WanConfig
+from worldkv.models.wan.layout import decoder_state_size
 
 if TYPE_CHECKING:
     from worldkv.kv.spec import KVSpec
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from worldkv.models.wan.sizes import EncoderSizes
 
 _CONTROL_HZ = 15.0  # a DROID robot executes its chunk at this rate
+_VIDEO_HZ = 16.0  # of Wan's video
 
 
 @dataclass(frozen=True)
@@ -59,37 +65,44 @@ class Plan:
     driver: int
     workspace: int  # kept to work in, as the engine does
     memory: int
+    state: int  # of a session beside its K/V
     num_blocks: int
     num_sessions: int
 
     @property
     def missing(self) -> int:
         """Bytes that one session lacks; 0 where one fits."""
-        needed = self.dit + self.encoders + self.driver + self.workspace + self.shared + self.charge
+        needed = self.dit + self.encoders + self.driver + self.workspace + self.shared + self.charge + self.state
         return max(0, needed - self.memory)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The model to plan for. `model`: its name if it was measured. `chunk_s`: how long a chunk of actions lasts."""
+    """The model to plan for. `model`: its name if it was measured. `chunk_s`: how long a chunk of actions lasts, or a
+    block of video. `spec_of`: what a session keeps, by guidance and window policy where the family has a choice."""
 
     title: str
-    config: DreamZeroConfig
     dit: int  # bytes in bfloat16
     encoders: int
+    products: int  # weights that take one byte each with float8 products
+    spec_of: Callable[[float | None, WindowPolicy], KVSpec]
     model: str | None
     chunk_s: float
+    session_size: int = 0  # numbers of a session beside its K/V: how far its video was decoded
+    is_video: bool = False
 
 
-def sizes_of_model(model: str) -> Sizes:
-    """Of a released model's true sizes."""
-    config = RELEASED[model]()
-    dit, encoders = _num_bytes(config, TRUE_SIZES[config.dit.model_type])
-    return Sizes(model, config, dit, encoders, model, 24 / _CONTROL_HZ)
+def sizes_of_model(model: str, choices: video.Choices | None = None) -> Sizes:
+    """Of a released model's true sizes. `choices`: of video. Raises CheckpointError."""
+    if model in VIDEO_MODELS:
+        config = video.chosen(VIDEO_MODELS[model](), choices or video.Choices())
+        return _sizes_of_video(config, VIDEO_ENCODERS, model)
+    robots = RELEASED[model]()
+    return _sizes_of_robots(robots, TRUE_SIZES[robots.dit.model_type], model, model, 24 / _CONTROL_HZ)
 
 
 def sizes_of_checkpoint(folder: Path, base: Sequence[Path], embodiment: str | None) -> Sizes:
-    """Of a folder, from its headers. Raises CheckpointError."""
+    """Of a DreamZero folder, from its headers. Raises CheckpointError."""
     from worldkv.robots.of_checkpoint import checkpoint_embodiment
 
     survey = Survey.open(folder, base)
@@ -98,36 +111,58 @@ def sizes_of_checkpoint(folder: Path, base: Sequence[Path], embodiment: str | No
 
 
 def sizes_of(survey: Surveyed, title: str = "") -> Sizes:
-    """Of a folder whose headers were read, whatever robot it is for."""
-    dit, encoders = _num_bytes(survey.config, read_sizes(survey))
+    """Of a DreamZero folder whose headers were read, whatever robot it is for."""
     known = (name for name, make in RELEASED.items() if make().dit == survey.config.dit)
-    return Sizes(title, survey.config, dit, encoders, next(known, None), survey.config.action_horizon / _CONTROL_HZ)
+    chunk_s = survey.config.action_horizon / _CONTROL_HZ
+    return _sizes_of_robots(survey.config, read_sizes(survey), title, next(known, None), chunk_s)
 
 
-def _num_bytes(config: DreamZeroConfig, encoders: EncoderSizes) -> tuple[int, int]:
+def sizes_of_video(survey: video.Survey) -> Sizes:
+    """Of a causal Wan folder whose headers were read. Raises CheckpointError."""
+    return _sizes_of_video(survey.config, video.read_sizes(survey), survey.folder.name)
+
+
+def _sizes_of_robots(
+    config: DreamZeroConfig, encoders: EncoderSizes, title: str, model: str | None, chunk_s: float
+) -> Sizes:
+    def spec_of(cfg_scale: float | None, window_policy: WindowPolicy) -> KVSpec:
+        return kv_spec(config if cfg_scale is None else replace(config, cfg_scale=cfg_scale), window_policy)
+
+    dit, rest = _num_bytes(needed_shapes(config, encoders), DIT_PREFIX)
+    return Sizes(title, dit, rest, _num_products(config.dit), spec_of, model, chunk_s)
+
+
+def _sizes_of_video(config: CausalWanConfig, encoders: EncoderSizes, title: str) -> Sizes:
+    dit, rest = _num_bytes(video.needed_shapes(config, encoders), video.PREFIXES.dit)
+    spec, frames = video_spec(config), config.blocks.frames_per_block
+    return Sizes(
+        title,
+        dit,
+        rest,
+        _num_products(config.dit),
+        lambda cfg_scale, window_policy: spec,
+        None,
+        frames * VAE_TEMPORAL_STRIDE / _VIDEO_HZ,
+        session_size=decoder_state_size(encoders.vae, *config.latent_size),
+        is_video=True,
+    )
+
+
+def _num_bytes(shapes: Mapping[str, tuple[int, ...]], dit_prefix: str) -> tuple[int, int]:
     """Of the DiT's weights and of the encoders', in bfloat16."""
-    dit = rest = 0
-    for name, shape in needed_shapes(config, encoders).items():
-        if name.startswith(DIT_PREFIX):
-            dit += 2 * math.prod(shape)
-        else:
-            rest += 2 * math.prod(shape)
-    return dit, rest
+    sizes = {name: 2 * math.prod(shape) for name, shape in shapes.items()}
+    dit = sum(size for name, size in sizes.items() if name.startswith(dit_prefix))
+    return dit, sum(sizes.values()) - dit
+
+
+def _num_products(dit: WanConfig) -> int:
+    return dit.num_layers * (6 * dit.dim * dit.dim + 2 * dit.dim * dit.ffn_dim)
 
 
 def dit_bytes(sizes: Sizes, precision: str, itemsize: int = 2) -> int:
     """Of the DiT's weights, where the rest takes `itemsize` bytes a number."""
     dit = sizes.dit // 2 * itemsize
-    if precision == "fp8":
-        dim, ffn = sizes.config.dit.dim, sizes.config.dit.ffn_dim
-        products = sizes.config.dit.num_layers * (6 * dim * dim + 2 * dim * ffn)
-        dit -= (itemsize - 1) * products  # these products' weights take one byte
-    return dit
-
-
-def spec_of(sizes: Sizes, cfg_scale: float | None, window_policy: WindowPolicy = "reset") -> KVSpec:
-    config = sizes.config if cfg_scale is None else replace(sizes.config, cfg_scale=cfg_scale)
-    return kv_spec(config, window_policy)
+    return dit - (itemsize - 1) * sizes.products if precision == "fp8" else dit
 
 
 def make_plan(
@@ -141,26 +176,35 @@ def make_plan(
     """In bfloat16. `parked` is what a session with a full window takes on the host. Raises ValueError."""
     if not 0 < memory_gb < math.inf:
         raise ValueError(f"memory: expected more than 0 GB, got {memory_gb}")
-    spec = spec_of(sizes, cfg_scale, window_policy)
+    spec = sizes.spec_of(cfg_scale, window_policy)
     room = Room.of(spec, block_size, 2)
     dit, memory = dit_bytes(sizes, precision), round(memory_gb * 1e9)
     frame = len(spec.branches) * spec.chunk_size * spec.bytes_per_token(2)
     conditioning = len(spec.branches) * sum(spec.conditioning.values()) * spec.bytes_per_token(2)
     usable = usable_on_gpu(memory - DRIVER_BYTES - dit - sizes.encoders, memory)
+    state = 2 * sizes.session_size
     return Plan(
         dit=dit,
         encoders=sizes.encoders,
         shared=room.bytes_shared,
         charge=room.bytes_per_session,
         fork=len(spec.branches) * room.bytes_per_block,
-        parked=spec.window.max_chunks * frame + conditioning,
+        parked=spec.window.max_chunks * frame + conditioning + state,
         frame=frame,
         driver=DRIVER_BYTES,
         workspace=round(WORKSPACE * memory),
         memory=memory,
+        state=state,
         num_blocks=room.blocks_in(usable),
-        num_sessions=room.sessions_in(usable),
+        num_sessions=_sessions_in(usable, room, state),
     )
+
+
+def _sessions_in(usable: int, room: Room, state: int) -> int:
+    """Each with its K/V and what else it keeps."""
+    if not state:
+        return room.sessions_in(usable)
+    return max(0, (usable - room.bytes_shared) // (room.bytes_per_session + state))
 
 
 def weights_and_room(
@@ -168,4 +212,4 @@ def weights_and_room(
 ) -> tuple[int, Room]:
     """Bytes of weights, and what a session takes, where numbers take `itemsize` bytes."""
     weights = dit_bytes(sizes, precision, itemsize) + sizes.encoders // 2 * itemsize
-    return weights, Room.of(spec_of(sizes, cfg_scale), block_size, itemsize)
+    return weights, Room.of(sizes.spec_of(cfg_scale, "reset"), block_size, itemsize)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from worldkv.attention.names import check_name
 from worldkv.bench.paced import Figures, Pace
-from worldkv.bench.released import RELEASED, TINY
+from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
+from worldkv.cli.bench_choices import AT_ONCE, OWN_ENGINE, PARTS, ROBOTS, SESSIONS, check_combination
 from worldkv.cli.common import (
     add_attention,
     add_block_size,
@@ -22,34 +23,29 @@ from worldkv.cli.common import (
     choose_device,
     choose_dtype,
 )
-from worldkv.cli.errors import UsageError
 from worldkv.cli.numbers import seconds, whole
 from worldkv.cli.places import add_output
+from worldkv.cli.video import add_video_options, expect_options_of
 from worldkv.engine.config import EngineConfig
 from worldkv.show.terminal import spinner
-from worldkv_client import ServerAddress
 
 if TYPE_CHECKING:
     import torch
 
     from worldkv.bench.watching import Bench
 
-PARTS = ("attention", "ticks", "sessions", "paced", "parking", "steady", "profile", "memory", "baseline", "fp8")
-OWN_ENGINE = ("paced", "parking")  # each makes an engine of its own, and paced takes a minute for each number of robots
-AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
-SESSIONS = [1, 2, 4, 8, 16, 32, 64]
-ROBOTS = [4, 8, 16]
-
 MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
     "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
-    "a table, leaves bench.json and plots in the output folder; the last line is the JSON."
+    "a table, leaves bench.json and plots in the output folder; the last line is the JSON. Of causal video: blocks\n"
+    "of one session (ticks) and of several (sessions)."
 )
 EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=(*RELEASED, TINY), default=TINY, help=f"whose sizes are measured ({TINY})")
+    models = (*RELEASED, TINY, *VIDEO_MODELS, TINY_VIDEO)
+    parser.add_argument("--model", choices=models, default=TINY, help=f"whose sizes are measured ({TINY})")
     add_device(parser)
     parser.add_argument(
         "--parts",
@@ -77,10 +73,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "folder", "results and plots", default="bench-output")
     add_attention(parser)
     add_block_size(parser)
+    add_video_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check_combination(arguments)
+    is_video = arguments.model in (*VIDEO_MODELS, TINY_VIDEO)
+    expect_options_of("causal_wan" if is_video else "dreamzero", arguments)
+    if is_video:
+        from worldkv.cli.bench_video import run_video
+
+        return run_video(arguments, AT_ONCE)
+    check_combination(arguments)
     if arguments.url is not None:
         return _paced_server(arguments)
     check_name(arguments.attention)
@@ -120,32 +123,6 @@ def run(arguments: argparse.Namespace) -> int:
         if set(arguments.parts) - {"attention", *OWN_ENGINE}:
             _measure_engine(arguments, device, dtype, results)
     return _leave(arguments.output, results)
-
-
-def _check_combination(arguments: argparse.Namespace) -> None:
-    """No option is taken and then ignored. Raises UsageError, for an address too."""
-    here: dict[str, object] = {"model": TINY, "device": "auto", "sessions": SESSIONS}
-    here |= {"attention": EngineConfig.attention, "block_size": EngineConfig.block_size}
-    of_servers: dict[str, object] = {"dialect": "roboarena", "proxy": "auto"}
-    of_paced: dict[str, object] = {
-        "find": False,
-        "episode": None,
-        "period": Pace.period_s,
-        "seconds": Pace.seconds,
-        "robots": ROBOTS,
-    }
-    if arguments.url is not None:
-        ServerAddress.parse(arguments.url)
-        wrong, why = here, "is for an engine in this process; leave it or --url out"
-        if arguments.parts not in (AT_ONCE, ["paced"]):
-            raise UsageError("--parts: of a server only paced can be measured; leave it or --url out")
-    elif "paced" not in arguments.parts:
-        wrong, why = of_servers | of_paced, "is for robots at their own pace; give --parts paced as well"
-    else:
-        wrong, why = of_servers, "is for a server; give its --url"
-    for field, default in wrong.items():
-        if getattr(arguments, field) != default:
-            raise UsageError(f"{arguments.options[field]}: {why}")
 
 
 def _leave(folder: Path, results: Figures) -> int:

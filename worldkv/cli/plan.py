@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from worldkv.bench.plan import RATES, Plan, Sizes, make_plan, sizes_of_checkpoint, sizes_of_model
-from worldkv.bench.released import RELEASED
+from worldkv.bench.plan import RATES, Plan, Sizes, make_plan, sizes_of_checkpoint, sizes_of_model, sizes_of_video
+from worldkv.bench.released import RELEASED, VIDEO_MODELS
 from worldkv.cli.common import add_block_size, add_checkpoint, add_robot_and_base
 from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.numbers import gigabytes, real
 from worldkv.cli.places import PICTURES, add_output
 from worldkv.cli.preflight import check_robot_and_base, require_packages
+from worldkv.cli.video import add_video_options, command_family, expect_options_of, video_choices
 from worldkv.engine.room import WORKSPACE
+from worldkv.models.causal_wan.folder import Survey
 from worldkv.show.terminal import size_text
 from worldkv.words import count
 
@@ -28,7 +30,7 @@ _DEFAULT = "dreamzero-14b"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, needed=False, what="plan for this checkpoint folder, from its headers")
-    parser.add_argument("--model", choices=tuple(RELEASED), help=f"plan for a released one ({_DEFAULT})")
+    parser.add_argument("--model", choices=(*RELEASED, *VIDEO_MODELS), help=f"plan for a released one ({_DEFAULT})")
     parser.add_argument("--memory", type=gigabytes, default=141.0, metavar="GB", help="of the GPU (141, an H200)")
     parser.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
     parser.add_argument("--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off")
@@ -36,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_block_size(parser)
     add_output(parser, "file", "a picture of the memory", endings=PICTURES)
     add_robot_and_base(parser)
+    add_video_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,10 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     for option, given in (("--base", arguments.base), ("--embodiment", arguments.embodiment)):
         if arguments.checkpoint is None and given:
             raise UsageError(f"{option}: is for a checkpoint folder; give one, or leave it out")
-    if arguments.checkpoint is not None:
-        sizes = sizes_of_checkpoint(arguments.checkpoint, arguments.base, arguments.embodiment)
-    else:
-        sizes = sizes_of_model(arguments.model or _DEFAULT)
+    sizes = _sizes(arguments)
     plan = _plan(arguments, sizes)
     rows = {
         "world model (DiT)": plan.dit,
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         "kept to work in": plan.workspace,
         "stored once for all": plan.shared,
         "a session's charge, its most": plan.charge,
+        **({"its decoder's state, beside that": plan.state} if plan.state else {}),
         "a fork's charge, likewise": plan.charge,
         "a fork's price, at its 1st write": plan.fork,
         "a frame of history": plan.frame,
@@ -76,6 +77,18 @@ def run(arguments: argparse.Namespace) -> int:
         plot_plan(arguments.output, sizes.title, plan)
         print(f"\npicture in {arguments.output}")
     return OK
+
+
+def _sizes(arguments: argparse.Namespace) -> Sizes:
+    if arguments.checkpoint is None:
+        model = arguments.model or _DEFAULT
+        expect_options_of("causal_wan" if model in VIDEO_MODELS else "dreamzero", arguments)
+        return sizes_of_model(model, video_choices(arguments))
+    family = command_family(arguments.checkpoint, ("dreamzero", "causal_wan"))
+    expect_options_of(family, arguments)
+    if family == "dreamzero":
+        return sizes_of_checkpoint(arguments.checkpoint, arguments.base, arguments.embodiment)
+    return sizes_of_video(Survey.open(arguments.checkpoint, video_choices(arguments)))
 
 
 def _way_out(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> str:
@@ -107,7 +120,10 @@ def _plan(arguments: argparse.Namespace, sizes: Sizes) -> Plan:
 
 def _print_rate(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> None:
     if sizes.model is None:
-        print(f"  {'a tick':<33} not measured for these sizes: run `worldkv doctor` against a server")
+        advice = "`worldkv bench` measures it" if sizes.is_video else "run `worldkv doctor` against a server"
+        print(f"  {'a block' if sizes.is_video else 'a tick':<33} not measured for these sizes: {advice}")
+        if sizes.is_video:
+            print(f"  {'a block lasts':<33} {sizes.chunk_s:>10.2f} s")
         return
     rate, chunk_s = RATES[sizes.model, arguments.precision], sizes.chunk_s
     speedup = 2.0 if arguments.cfg_scale == 1 else 1.0
@@ -133,7 +149,7 @@ def plot_plan(path: Path, model: str, plan: Plan) -> None:
         "encoders": (plan.encoders, "#79aede"),
         "to work in, and CUDA's own": (plan.workspace + plan.driver, "#c3cad2"),
         "shared": (plan.shared, "#e8833a"),
-        count(plan.num_sessions, "session"): (plan.num_sessions * plan.charge, "#2f9e75"),
+        count(plan.num_sessions, "session"): (plan.num_sessions * (plan.charge + plan.state), "#2f9e75"),
     }
     used = sum(size for size, _ in parts.values())
     parts["left"] = (max(0, plan.memory - used), "#f3f5f8")

@@ -61,4 +61,5 @@ def expect_options_of(family: str, arguments: argparse.Namespace) -> None:
     for name in others:
         if getattr(arguments, name, None) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option}: {arguments.checkpoint} is a model of {what}, which has no such choice")
+            subject = getattr(arguments, "checkpoint", None) or arguments.model
+            raise UsageError(f"{option}: {subject} is a model of {what}, which has no such choice")

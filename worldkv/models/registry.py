@@ -19,6 +19,10 @@ FAMILIES = {  # name -> its checkpoint module
     "causal_wan": "worldkv.models.causal_wan.checkpoint",
     "dots": "worldkv.models.dots.checkpoint",
 }
+_FOLDERS = {  # name -> the module that knows its folders, where that is another one: it imports no torch
+    "dreamzero": "worldkv.models.dreamzero.folder",
+    "causal_wan": "worldkv.models.causal_wan.folder",
+}
 
 
 def checkpoint_module(family: str) -> ModuleType:
@@ -39,7 +43,7 @@ def family_of(folder: str | Path) -> str:
         raise CheckpointError(f"checkpoint folder {folder} {found}; expected a folder with {CONFIG_FILE}")
     looked_for = []
     for family in FAMILIES:
-        module = checkpoint_module(family)
+        module = importlib.import_module(_FOLDERS.get(family, FAMILIES[family]))
         if module.is_mine(folder):
             return family
         looked_for.append(f"{family}: {module.LOOKS_FOR}")

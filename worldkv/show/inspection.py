@@ -5,23 +5,20 @@ Goes on after a fault as far as it can, since a damaged folder is what it is mos
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Headers, read_headers
 from worldkv.models.checkpoints.source import Stored
 from worldkv.models.checkpoints.words import one_line
-from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.folder import WORLDKV_FILE, Description, describe, expect_checkpoint_folder
 from worldkv.models.dreamzero.spec import kv_spec
 from worldkv.models.dreamzero.survey import Survey, check_all_tensors, read_sizes
 from worldkv.models.wan.tokenizer import find_tokenizer, load_tokenizer
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
-from worldkv.show.terminal import size_text, spinner
+from worldkv.show.inspecting import Problems, part_line, show_cache, show_heading, show_rows
+from worldkv.show.terminal import spinner
 from worldkv.words import count
 
 _PARTS = {
@@ -30,14 +27,11 @@ _PARTS = {
     "action_head.image_encoder.": "image encoder",
     "action_head.vae.": "VAE",
 }
-_ITEM_SIZES = {"bfloat16": 2, "float32": 4}
-
-T = TypeVar("T")
 
 
 def inspect_folder(folder: Path, base: Sequence[Path], embodiment: str | None, block_size: int) -> bool:
     """Print everything; whether nothing is wrong. Raises CheckpointError for what is no folder."""
-    problems = _Problems()
+    problems = Problems()
     if not folder.is_dir():
         expect_checkpoint_folder(folder)  # raises, and says what it found
     if block_size < 1 or block_size & (block_size - 1):
@@ -53,7 +47,7 @@ def inspect_folder(folder: Path, base: Sequence[Path], embodiment: str | None, b
         _show_weights(folder, problems)
     if described is not None:
         _show_model(described)
-        _show_cache(described.config, block_size)
+        show_cache(kv_spec(described.config), block_size)
         _show_embodiments(described, embodiment, problems)
     _show_tokenizer(folder)
     with spinner("checking every tensor's name and shape, and the tokenizer"):
@@ -61,68 +55,30 @@ def inspect_folder(folder: Path, base: Sequence[Path], embodiment: str | None, b
     return problems.report()
 
 
-class _Problems:
-    """Everything wrong so far; one text may list many faults."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def of(self, look: Callable[[], T]) -> T | None:
-        """The result of `look`; None where it raises a CheckpointError, which is kept."""
-        try:
-            return look()
-        except CheckpointError as error:
-            self.texts.append(str(error))
-            return None
-
-    def report(self) -> bool:
-        lines = [one_line(line) for text in self.texts for line in text.split("\n")]
-        faults = list(dict.fromkeys(line for line in lines if line and not line.endswith(":")))  # no headlines
-        print()
-        if not faults:
-            print("nothing is missing; serve it with `worldkv serve --checkpoint` and this folder")
-            return True
-        print("what is wrong")
-        for fault in faults:
-            print(f"  {fault}")
-        return False
-
-
-def _heading(text: str) -> None:
-    print(f"\n{text}")
-
-
-def _show_weights(folder: Path, problems: _Problems) -> None:
+def _show_weights(folder: Path, problems: Problems) -> None:
     """Parts, tensors, numbers and bytes, from the headers of the files that can be read."""
     found: list[str] = []
     headers = problems.of(lambda: read_headers(folder, found)) or Headers({})
     problems.texts += found
     num_tensors = count(len(headers.tensors), "tensor")
-    _heading(f"weights    {num_tensors} in {count(headers.num_files, 'file')}")
+    show_heading(f"weights    {num_tensors} in {count(headers.num_files, 'file')}")
     groups: dict[str, list[Stored]] = defaultdict(list)
     for name, stored in headers.tensors.items():
         part = next((label for prefix, label in _PARTS.items() if name.startswith(prefix)), "something else")
         groups[part].append(stored)
     for part in (*_PARTS.values(), "something else"):
         if part in groups:
-            print(_part_line(part, groups[part]))
+            print(part_line(part, groups[part]))
     if len(groups) > 1:
-        print(_part_line("all", headers.tensors.values()))
+        print(part_line("all", headers.tensors.values()))
     if headers.wrappers:
         print(f"  saved from inside a wrapper: {' and '.join(headers.wrappers)} is dropped from the tensors' names")
-
-
-def _part_line(part: str, tensors: Collection[Stored]) -> str:
-    sizes = [math.prod(stored.shape) for stored in tensors]
-    num_bytes = sum(count * stored.dtype.itemsize for count, stored in zip(sizes, tensors, strict=True))
-    kinds = ", ".join(sorted({str(stored.dtype) for stored in tensors}))
-    return f"  {part:<18} {len(sizes):>5} tensors {sum(sizes) / 1e6:>11.3f} M {size_text(num_bytes):>11}  {kinds}"
 
 
 def _show_model(described: Description) -> None:
     config, dit = described.config, described.config.dit
     kind = {"i2v": "as DreamZero-14B, Wan 2.1 VAE", "ti2v": "as DreamZero-5B, Wan 2.2 VAE"}[dit.model_type]
-    _heading(f"model      {dit.model_type}: {kind}")
+    show_heading(f"model      {dit.model_type}: {kind}")
     if described.random_weights:
         print("  random weights written by worldkv: nothing was learned")
     rows = {
@@ -132,33 +88,13 @@ def _show_model(described: Description) -> None:
         "a tick": f"{config.frames_per_chunk} frames and {config.action_horizon} actions, "
         f"{config.num_inference_steps} solver steps, guidance {config.cfg_scale:g}",
     }
-    _show(rows)
+    show_rows(rows)
 
 
-def _show_cache(config: DreamZeroConfig, block_size: int) -> None:
-    spec = kv_spec(config)
-    num_blocks, num_branches = spec.blocks_per_session(block_size), len(spec.branches)
-    per_branch = spec.blocks_per_branch(block_size)
-    _heading(f"K/V cache  blocks of {block_size} slots")
-    _show(
-        {
-            "a session": f"{num_blocks} blocks at most: {num_branches} branches of {per_branch}, "
-            f"{num_blocks - num_branches * per_branch} for conditioning"
-        }
-    )
-    for name, itemsize in _ITEM_SIZES.items():
-        frame = spec.chunk_size * spec.bytes_per_token(itemsize)
-        block = spec.bytes_per_block(block_size, itemsize)
-        print(
-            f"  in {name:<10} {size_text(frame)} a frame and branch, {size_text(num_branches * frame)} a frame, "
-            f"{size_text(block)} a block, {size_text(num_blocks * block)} a session"
-        )
-
-
-def _show_embodiments(described: Description, name: str | None, problems: _Problems) -> None:
+def _show_embodiments(described: Description, name: str | None, problems: Problems) -> None:
     """Each embodiment with statistics, or the one that is asked for, and whether it can be served."""
     known = described.embodiments or described.metadata
-    _heading(f"embodiments  {', '.join(map(one_line, known)) or 'none'}")
+    show_heading(f"embodiments  {', '.join(map(one_line, known)) or 'none'}")
     each = name is None and (described.embodiments or described.conf)
     for tag in known if each else [name]:
         robot = problems.of(lambda tag=tag: checkpoint_embodiment(described, tag))  # type: ignore[misc]
@@ -168,14 +104,14 @@ def _show_embodiments(described: Description, name: str | None, problems: _Probl
         state = ", ".join(f"{quantity.key} {quantity.dim}" for quantity in robot.state)
         actions = ", ".join(f"{q.key} {q.dim}{' (relative)' if q.relative else ''}" for q in robot.actions)
         tag = robot.tag
-        _show({f"{tag} cameras": cameras, f"{tag} state": state, f"{tag} actions": f"{actions}, {robot.fps:g} Hz"})
+        show_rows({f"{tag} cameras": cameras, f"{tag} state": state, f"{tag} actions": f"{actions}, {robot.fps:g} Hz"})
 
 
 def _show_tokenizer(folder: Path) -> None:
     found = find_tokenizer(folder)
     absent = "none: prompts are cut into bytes, right for random weights only"
     where = absent if found is None else f"in {found.relative_to(folder)}" if found != folder else "in the folder"
-    _heading(f"tokenizer  {where}")
+    show_heading(f"tokenizer  {where}")
     if (folder / "golden.safetensors").is_file():
         print("recording  golden.safetensors: compare with `worldkv verify`")
 
@@ -186,8 +122,3 @@ def _check_content(folder: Path, base: Sequence[Path]) -> None:
     check_all_tensors(survey)
     if find_tokenizer(folder) is not None:
         load_tokenizer(folder, survey.config.dit.text_len, read_sizes(survey).text.vocab_size)
-
-
-def _show(rows: Mapping[str, str]) -> None:
-    for name, value in rows.items():
-        print(f"  {name:<18} {value}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from worldkv.models.causal_wan.config import CLASS_NAMES, SETTINGS_FILE
+from worldkv.models.causal_wan.config import SETTINGS_FILE
+from worldkv.models.causal_wan.folder import LOOKS_FOR as LOOKS_FOR
 from worldkv.models.causal_wan.folder import PREFIXES, RANDOM_WEIGHTS_KEY, Choices, Survey, check_all_tensors
 from worldkv.models.causal_wan.folder import is_mine as is_mine
 from worldkv.models.causal_wan.folder import needed_shapes as needed_shapes
@@ -34,10 +35,6 @@ from worldkv.models.wan.tokenizer import (
 if TYPE_CHECKING:
     from worldkv.models.causal_wan.model import CausalWan
 
-LOOKS_FOR = (
-    f'{CONFIG_FILE} with "model_type": "t2v" beside {SETTINGS_FILE} or with _class_name {" or ".join(CLASS_NAMES)}, or '
-    "a .pt file of weights"
-)
 FILES = (
     *(CONFIG_FILE, SETTINGS_FILE, INDEX_FILE, SINGLE_FILE, "model-*.safetensors"),
     *(f"{folder}/{file}".removeprefix("/") for folder in TOKENIZER_FOLDERS for file in TOKENIZER_FILES),

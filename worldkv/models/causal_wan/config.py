@@ -98,6 +98,11 @@ PRESETS: Mapping[str, CausalSettings] = {  # as the runs' own configurations hav
 }
 
 
+def wan_1_3b() -> WanConfig:
+    """Wan2.1-T2V-1.3B's, of which the released runs are."""
+    return WanConfig(model_type="t2v", dim=1536, ffn_dim=8960, num_heads=12, num_layers=30, in_dim=16, out_dim=16)
+
+
 @dataclass(frozen=True)
 class CausalWanConfig:
     """The whole model. The size in pixels is the deployment's choice: a frame's tokens are the cache's unit."""
@@ -123,19 +128,11 @@ class CausalWanConfig:
         return self.height // self.dit.pixel_stride, self.width // self.dit.pixel_stride
 
     @classmethod
-    def read(
-        cls,
-        folder: Path,
-        preset: str | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        sizes: Path | None = None,
-    ) -> CausalWanConfig:
-        """Of a folder; arguments that are given go before what it says. `sizes`: the folder whose config.json has them,
+    def read(cls, folder: Path, preset: str | None = None, sizes: Path | None = None) -> CausalWanConfig:
+        """Of a folder. `preset`: in place of what it says of its run. `sizes`: the folder whose config.json has them,
         where it is another one. Raises CheckpointError that names the field."""
         said = read_settings(folder, preset)
-        size = {"height": height or DEFAULT_HEIGHT, "width": width or DEFAULT_WIDTH}
-        return cls(read_sizes(sizes or folder), said, **size)
+        return cls(read_sizes(sizes or folder), said)
 
 
 def read_sizes(folder: Path) -> WanConfig:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 PREFIXES = Prefixes(dit="model.", vae="vae.", text="text_encoder.")  # of every part, wherever it came from
 RANDOM_WEIGHTS_KEY = "worldkv_random_weights"  # in config.json of folders that `random` wrote
+LOOKS_FOR = (
+    f'{CONFIG_FILE} with "model_type": "t2v" beside {SETTINGS_FILE} or with _class_name {" or ".join(CLASS_NAMES)}, or '
+    "a .pt file of weights"
+)
 _LORA = "lora:"  # before the names of its factors
 
 
@@ -118,14 +122,16 @@ def read_config(folder: Path, bases: Sequence[Path], choices: Choices) -> tuple[
         raise CheckpointError(
             f"{folder}: {CONFIG_FILE} is absent; name the folder of the base model (Wan2.1-T2V-1.3B) with --base DIR"
         )
-    config = CausalWanConfig.read(folder, choices.preset, choices.height, choices.width, sizes=described)
-    blocks = config.blocks
-    blocks = replace(
-        blocks,
-        window_frames=blocks.window_frames if choices.window_frames is None else choices.window_frames,
-        sink_frames=blocks.sink_frames if choices.sink_frames is None else choices.sink_frames,
-    )
-    return replace(config, blocks=blocks), RANDOM_WEIGHTS_KEY in read_json(described / CONFIG_FILE)
+    config = CausalWanConfig.read(folder, choices.preset, sizes=described)
+    return chosen(config, choices), RANDOM_WEIGHTS_KEY in read_json(described / CONFIG_FILE)
+
+
+def chosen(config: CausalWanConfig, choices: Choices) -> CausalWanConfig:
+    """With the size and the window that were chosen. Raises CheckpointError for such as cannot be."""
+    names = ("window_frames", "sink_frames")
+    blocks = {name: getattr(choices, name) for name in names if getattr(choices, name) is not None}
+    size = {name: getattr(choices, name) for name in ("height", "width") if getattr(choices, name) is not None}
+    return replace(config, blocks=replace(config.blocks, **blocks), **size)
 
 
 def _expect_encoders(folder: Path, tensors: Mapping[str, Stored]) -> None:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from worldkv.kv.window import WindowPolicy
-from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
+from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from worldkv.models.checkpoints.modules import load_module
 from worldkv.models.checkpoints.tensors import StoredTensors
 from worldkv.models.dreamzero.config import DiTConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT
 from worldkv.models.dreamzero.folder import CONF_FILE, DIT_PREFIX, METADATA_FILE, PREFIXES, WORLDKV_FILE, describe
+from worldkv.models.dreamzero.folder import LOOKS_FOR as LOOKS_FOR
+from worldkv.models.dreamzero.folder import is_mine as is_mine
 from worldkv.models.dreamzero.layout import needed_shapes as needed_shapes
 from worldkv.models.dreamzero.prompts import NEGATIVE_PROMPT
 from worldkv.models.dreamzero.steps import Steps
@@ -47,15 +49,7 @@ FILES = (  # globs of what is read of a repository
     *(SINGLE_FILE, "model-*.safetensors"),
     *(f"{folder}/{file}".removeprefix("/") for folder in TOKENIZER_FOLDERS for file in TOKENIZER_FILES),
 )
-LOOKS_FOR = f"{CONFIG_FILE} with action_head_cfg, or {WORLDKV_FILE}"
 Progress = Callable[[int, int], None]  # bytes read, bytes in all; restarts for each part
-
-
-def is_mine(folder: Path) -> bool:
-    """Whether this is a DreamZero checkpoint folder, whole or not. Raises CheckpointError for a damaged config.json."""
-    if (folder / WORLDKV_FILE).is_file():
-        return True
-    return (folder / CONFIG_FILE).is_file() and "action_head_cfg" in read_json(folder / CONFIG_FILE)
 
 
 def from_elsewhere(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:

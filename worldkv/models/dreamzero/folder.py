@@ -33,6 +33,14 @@ METADATA_FILE = "experiment_cfg/metadata.json"
 _MAX_PIXELS = 2**16
 WORLDKV_FILE = "worldkv.yaml"  # of a converted folder: the model and its robots, in place of config.json and those
 RANDOM_WEIGHTS_KEY = "worldkv_random_weights"  # in config.json of folders that random_checkpoint wrote
+LOOKS_FOR = f"{CONFIG_FILE} with action_head_cfg, or {WORLDKV_FILE}"
+
+
+def is_mine(folder: Path) -> bool:
+    """Whether this is a DreamZero checkpoint folder, whole or not. Raises CheckpointError for a damaged config.json."""
+    if (folder / WORLDKV_FILE).is_file():
+        return True
+    return (folder / CONFIG_FILE).is_file() and "action_head_cfg" in read_json(folder / CONFIG_FILE)
 
 
 @dataclass(frozen=True)

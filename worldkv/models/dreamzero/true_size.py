@@ -26,6 +26,7 @@ from worldkv.models.dreamzero.random import write_random_checkpoint
 from worldkv.models.dreamzero.steps import Steps
 from worldkv.models.wan.encoders import ImageEncoder, TextEncoder, WanEncoders, WanVAE, place_position_ids
 from worldkv.models.wan.libraries import build_image_encoder, build_text_encoder, build_vae
+from worldkv.models.wan.random import fill
 
 _VIEWS = {"i2v": (176, 320), "ti2v": (160, 320)}
 _SHARD_BYTES = 5_000_000_000
@@ -59,10 +60,10 @@ def random_model(
     def made(name: str, module: nn.Module) -> nn.Module:
         progress(name)
         place_position_ids(module, device)
-        return _fill(module, device, dtype)
+        return fill(module, device, dtype)
 
     dit = meta_dit(config.dit)
-    _fill(dit, device, dtype)
+    fill(dit, device, dtype)
     encoders = WanEncoders(
         WanVAE(made("VAE", build_vae(sizes.vae)[0]), sizes.vae),
         TextEncoder(made("text encoder", build_text_encoder(sizes.text)[0]), sizes.text.vocab_size),
@@ -73,27 +74,6 @@ def random_model(
     return DreamZero(
         config, dit, encoders, (tokens, (tokens > 0).astype(np.int64)), steps=steps, window_policy=window_policy
     )
-
-
-@torch.no_grad()
-def _fill(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-    """Off the meta device, in place: matrices that keep magnitudes, ones where a norm scales, zeros for biases."""
-    filled: dict[nn.Parameter, nn.Parameter] = {}  # what modules share they go on sharing
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            if parameter in filled:
-                owner._parameters[name] = filled[parameter]
-                continue
-            tensor = torch.empty(parameter.shape, device=device, dtype=dtype)
-            if parameter.ndim < 2 or "norm" in type(owner).__name__.lower():
-                tensor.fill_(1.0 if name in ("weight", "gamma") else 0.0)
-            else:
-                fan_in = parameter[0].numel() if parameter.ndim > 2 and name != "W" else parameter.shape[-1]
-                tensor.normal_(0, fan_in**-0.5)
-            owner._parameters[name] = filled[parameter] = nn.Parameter(tensor, requires_grad=False)
-    return module.eval()
 
 
 # as a folder

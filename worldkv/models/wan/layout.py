@@ -149,6 +149,20 @@ def vae_shapes(sizes: VAESizes) -> Shapes:
     return shapes
 
 
+def decoder_state_size(sizes: VAESizes, height: int, width: int) -> int:
+    """Numbers that a VAEStream holds of a video that is being decoded: the last 2 frames of the input of every
+    convolution that looks back in time. `height`, `width`: of a latent frame. Of the 2.1 kind."""
+    assert not sizes.residual, "the decoder of the 2.2 kind is laid out otherwise"
+    total = 0
+    for name, shape in vae_shapes(sizes).items():
+        if not name.startswith("decoder.") or len(shape) != 5 or shape[2] != 3:
+            continue
+        _, place, number, *_ = name.split(".")
+        level = int(number) // 4 if place == "upsamples" else len(_TIME_UP) if place == "head" else 0
+        total += 2 * shape[1] * (height << level) * (width << level)
+    return total
+
+
 def _encoder_levels(sizes: VAESizes) -> Iterator[list[Shapes]]:
     """The blocks of each level, in order."""
     width = sizes.base_dim

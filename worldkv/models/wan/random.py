@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 NOTICE = "random weights written by worldkv: nothing was learned"
 
@@ -40,3 +41,24 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
         return 0.5
     fan_in = shape[-2] if name.endswith(".W") else math.prod(shape[1:])  # W is [1, in, out], weight [out, in, ...]
     return 1.0 / math.sqrt(fan_in)
+
+
+@torch.no_grad()
+def fill(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    """Off the meta device, in place: matrices that keep magnitudes, ones where a norm scales, zeros for biases."""
+    filled: dict[nn.Parameter, nn.Parameter] = {}  # what modules share they go on sharing
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if parameter in filled:
+                owner._parameters[name] = filled[parameter]
+                continue
+            tensor = torch.empty(parameter.shape, device=device, dtype=dtype)
+            if parameter.ndim < 2 or "norm" in type(owner).__name__.lower():
+                tensor.fill_(1.0 if name in ("weight", "gamma") else 0.0)
+            else:
+                fan_in = parameter[0].numel() if parameter.ndim > 2 and name != "W" else parameter.shape[-1]
+                tensor.normal_(0, fan_in**-0.5)
+            owner._parameters[name] = filled[parameter] = nn.Parameter(tensor, requires_grad=False)
+    return module.eval()
