@@ -1,0 +1,184 @@
+"""The page of a server of videos in headless Chromium: words begin a world, change it, fork it, go back, keep it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("fastapi")
+pytest.importorskip("av")
+
+from console_page import (
+    PATIENCE_S,
+    call,
+    click,
+    displayed,
+    image_of,
+    num_colours,
+    press,
+    resize,
+    shown,
+    theme,
+    visit,
+    wait_for,
+)
+from server_fakes import eventually
+from video_viewers import serving, video_app
+
+from worldkv.server.server import PolicyServer
+from worldkv.videos.app import VideoApp
+
+pytestmark = pytest.mark.timeout(240)
+PICTURES = os.environ.get("WORLDKV_PICTURES")  # a folder for what the page looks like
+FIRST = ".player:first-child"
+CANVAS = f"{FIRST} canvas.video"
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[VideoApp]:
+    app = video_app(max_sessions=10)
+    yield app
+    app.close()
+    app.engine.shutdown()
+
+
+@pytest.fixture
+def server(app: VideoApp) -> Iterator[PolicyServer]:
+    with serving(app) as server:
+        yield server
+
+
+def take_picture(browser: Any, name: str) -> None:
+    if PICTURES:
+        Path(PICTURES).mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(Path(PICTURES) / f"{name}.png"))
+
+
+def begin(browser: Any, words: str, seed: int = 3) -> None:
+    browser.find_element("css selector", ".begin textarea").clear()
+    browser.find_element("css selector", ".begin textarea").send_keys(words)
+    browser.find_element("css selector", ".begin input").clear()
+    browser.find_element("css selector", ".begin input").send_keys(str(seed))
+    click(browser, "Begin")
+
+
+def block(browser: Any, player: str = FIRST) -> int:
+    found = re.search(r"block (\d+)", shown(browser, f"{player} .numbers"))
+    return int(found[1]) if found else -1
+
+
+def reaches(browser: Any, number: int, player: str = FIRST) -> None:
+    eventually(lambda: block(browser, player) >= number, PATIENCE_S)
+
+
+def test_words_begin_a_world_other_words_change_it_and_it_is_kept(
+    browser: Any, server: PolicyServer, tmp_path: Path
+) -> None:
+    where = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+    visit(browser, server)
+    wait_for(browser, "A world in words")
+    take_picture(browser, "begin")
+    begin(browser, "a quiet lake")
+    reaches(browser, 2)
+    assert num_colours(browser, CANVAS) > 50
+    before = image_of(browser, CANVAS)
+    eventually(lambda: image_of(browser, CANVAS) != before, PATIENCE_S)
+    assert shown(browser, f"{FIRST} .words") == "“a quiet lake”"
+    browser.find_element("css selector", f"{FIRST} .change input").send_keys("a storm over the lake")
+    click(browser, "Change")
+    wait_for(browser, "“a storm over the lake”", f"{FIRST} .words")
+    eventually(lambda: shown(browser, f"{FIRST} .words") == "“a storm over the lake”", PATIENCE_S)
+    take_picture(browser, "playing")
+    click(browser, "Pause")
+    wait_for(browser, "paused", f"{FIRST} .chip")
+    click(browser, "Download")
+    eventually(lambda: bool(list(tmp_path.glob("world-*.mp4"))), PATIENCE_S)
+    (film,) = tmp_path.glob("world-*.mp4")
+    import av
+
+    with av.open(str(film)) as container:
+        assert sum(1 for _ in container.decode(video=0)) >= 33
+
+
+def test_a_mark_is_gone_back_to_and_futures_stand_side_by_side(browser: Any, server: PolicyServer) -> None:
+    visit(browser, server)
+    begin(browser, "a quiet lake")
+    reaches(browser, 1)
+    browser.find_element("css selector", "body").click()
+    press(browser, "m")
+    wait_for(browser, "go back", f"{FIRST} .marks")
+    marked = int(re.findall(r"block (\d+)", shown(browser, f"{FIRST} .marks"))[0])
+    reaches(browser, marked + 3)
+    click(browser, "go back")
+    wait_for(browser, "back at block", "#toast")
+    eventually(lambda: marked < block(browser) <= marked + 2, PATIENCE_S)
+    click(browser, "Two futures")
+    eventually(lambda: len(displayed(browser, ".player")) == 3, PATIENCE_S)
+    wait_for(browser, "paused", f"{FIRST} .chip")
+    for future in (".player:nth-child(2)", ".player:nth-child(3)"):
+        reaches(browser, marked + 1, future)
+    browser.find_element("css selector", ".player:nth-child(2) .change input").send_keys("rain")
+    click(browser, "Change", ".player:nth-child(2)")
+    eventually(lambda: shown(browser, ".player:nth-child(2) .words") == "“rain”", PATIENCE_S)
+    assert shown(browser, ".player:nth-child(3) .words") == "“a quiet lake”"
+    take_picture(browser, "futures")
+    for name in ("light", "dark"):
+        theme(browser, name)
+        resize(browser, 390, 844)
+        width = browser.execute_script("return document.documentElement.scrollWidth")
+        take_picture(browser, f"narrow-{name}")
+        assert width <= 390, "something is wider than the telephone"
+    assert len(call(server, "GET", "sessions")["sessions"]) == 3
+    resize(browser, 1280, 1400)
+    take_picture(browser, "futures-dark")
+    click(browser, "Close", ".player:nth-child(3)")
+    click(browser, "Close it")
+    eventually(lambda: len(displayed(browser, ".player")) == 2, PATIENCE_S)
+    eventually(lambda: len(call(server, "GET", "sessions")["sessions"]) == 2, PATIENCE_S)
+
+
+def test_sessions_stay_within_reach_and_a_world_goes_on_when_it_is_looked_at_again(
+    browser: Any, server: PolicyServer
+) -> None:
+    visit(browser, server)
+    begin(browser, "a quiet lake")
+    reaches(browser, 1)
+    browser.find_element("link text", "sessions").click()
+    wait_for(browser, "Block pool")
+    wait_for(browser, "1 open")
+    take_picture(browser, "sessions")
+    browser.find_element("css selector", "td.id a").click()
+    wait_for(browser, "Imagined")
+    assert "Actions of the newest chunk" not in displayed(browser, "h2")
+    take_picture(browser, "session")
+    browser.find_element("link text", "video").click()
+    wait_for(browser, "paused", f"{FIRST} .chip")
+    at = block(browser)
+    click(browser, "Play")
+    reaches(browser, at + 2)
+    visit(browser, server)
+    wait_for(browser, "open, not shown here:")
+    browser.find_element("css selector", ".studio .card .small").click()
+    reaches(browser, at + 3)
+
+
+def test_what_is_wrong_is_said_in_words(browser: Any, app: VideoApp) -> None:
+    with serving(app, max_sessions=2) as server:
+        visit(browser, server)
+        begin(browser, "a quiet lake")
+        reaches(browser, 1)
+        click(browser, "Four futures")
+        wait_for(browser, "2 sessions are open, the most that one client may have", f"{FIRST} .bad")
+        take_picture(browser, "refused")
+        (session,) = call(server, "GET", "sessions")["sessions"]
+        call(server, "DELETE", f"sessions/{session['session_id']}")
+        wait_for(browser, "has ended: it was deleted", f"{FIRST} .bad")
+    wait_for(browser, "The server does not answer", "#banner")
