@@ -182,3 +182,27 @@ def test_what_is_wrong_is_said_in_words(browser: Any, app: VideoApp) -> None:
         call(server, "DELETE", f"sessions/{session['session_id']}")
         wait_for(browser, "has ended: it was deleted", f"{FIRST} .bad")
     wait_for(browser, "The server does not answer", "#banner")
+
+
+def test_a_server_with_keys_asks_for_one_and_keys_of_the_keyboard_are_listed(browser: Any, app: VideoApp) -> None:
+    with serving(app, api_key="right") as server:
+        visit(browser, server)
+        eventually(lambda: bool(displayed(browser, "#key")), PATIENCE_S)
+        browser.find_element("id", "key").send_keys("right")
+        click(browser, "Open")
+        wait_for(browser, "A world in words")
+        begin(browser, "a quiet lake")
+        reaches(browser, 1)
+        browser.find_element("css selector", "body").click()
+        press(browser, " ")
+        wait_for(browser, "paused", f"{FIRST} .chip")
+        press(browser, "g")
+        eventually(lambda: len(displayed(browser, ".player")) == 5, PATIENCE_S)
+        for number in range(2, 6):
+            reaches(browser, 2, f".player:nth-child({number})")
+        take_picture(browser, "four")
+        press(browser, "?")
+        assert "play, pause" in shown(browser, "#keys dd")
+        take_picture(browser, "keys")
+        click(browser, "Done")
+        browser.execute_script("sessionStorage.clear()")

@@ -184,7 +184,7 @@ def test_what_makes_no_sense_is_told_with_its_field_and_ends_nothing(server: Pol
             error = one.hear("error")
             assert error["field"] == field, error
             assert words in error["message"], error
-        for text in ("{", "[1]", "7", "[" * 5000, "x" * 70_000):
+        for text in ("{", "[1]", "7", '{"id": NaN}', "[" * 5000, "x" * 70_000):
             one.socket.send(text)
             assert one.hear("error")["field"] == "message"
         one.socket.send(b"bytes")

@@ -57,9 +57,9 @@ function route() {
   const notes = [];
   if (ids === null) notes.push(`This address names nothing here: ${location.hash}. These are all sessions.`);
   if (ids?.length > MAX_PANELS) notes.push(`${MAX_PANELS} sessions fit side by side; ${ids.slice(MAX_PANELS).join(", ")} are not shown.`);
-  view?.leave?.();
-  main.replaceChildren(...notes.map((words) => el("p", { class: "note", role: "alert" }, words)));
   const films = studio && ["", "#", "#/"].includes(location.hash);
+  if (!films || view !== studio) view?.leave?.(); // a console's socket that comes back stops no world
+  main.replaceChildren(...notes.map((words) => el("p", { class: "note", role: "alert" }, words)));
   if (films) view = studio;
   else view = shown.length ? new Sessions(main, feed, shown) : new Overview(main, feed);
   if (films) studio.enter(main);

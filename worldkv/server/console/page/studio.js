@@ -45,6 +45,7 @@ export class Studio {
   // Into the page; what played before goes on when it is asked to.
   enter(root) {
     root.append(this.element);
+    clearInterval(this.timer);
     this.timer = setInterval(() => this.tick(), 500);
     if (!this.players.length) this.prompt.focus();
   }
