@@ -206,3 +206,63 @@ def test_a_server_with_keys_asks_for_one_and_keys_of_the_keyboard_are_listed(bro
         take_picture(browser, "keys")
         click(browser, "Done")
         browser.execute_script("sessionStorage.clear()")
+
+
+PLAY_MP4 = """
+const [port, done] = arguments;
+const video = document.createElement('video'), media = new MediaSource(), chunks = [];
+let source = null, blocks = 0, how = 'opening';
+setTimeout(() => done({ error: `${how}, ${blocks} blocks, ${chunks.length} waiting` }), 30000);
+document.body.append(video);
+video.muted = true;
+video.src = URL.createObjectURL(media);
+const next = () => {
+  if (!source || source.updating) return;
+  if (chunks.length) return source.appendBuffer(chunks.shift());
+  if (blocks < 6) return;
+  how = 'seeking';
+  video.onseeked = () => done({
+    error: video.error?.message ?? null, width: video.videoWidth, height: video.videoHeight,
+    ranges: source.buffered.length, end: source.buffered.end(0), at: video.currentTime,
+  });
+  video.currentTime = 1;
+};
+video.onerror = () => done({ error: video.error.message });
+media.onsourceopen = () => {
+  how = 'connecting';
+  const socket = new WebSocket(`ws://127.0.0.1:${port}/v1/video`);
+  socket.binaryType = 'arraybuffer';
+  const say = (type, fields) => socket.send(JSON.stringify({ type, ...fields }));
+  socket.onopen = () => say('start', { prompt: 'a quiet lake', format: 'mp4', pace: 'fast' });
+  socket.onmessage = ({ data }) => {
+    if (typeof data !== 'string') {
+      if (++blocks === 6) socket.close();
+      chunks.push(data);
+      return next();
+    }
+    const message = JSON.parse(data);
+    how = message.type;
+    if (message.type === 'error') done({ error: message.message });
+    if (message.type !== 'block') return;
+    if (!source) {
+      if (!MediaSource.isTypeSupported(message.mime)) return done({ unsupported: message.mime });
+      source = media.addSourceBuffer(message.mime);
+      source.onupdateend = next;
+    }
+    say('shown', { block: message.block });
+    if (message.block === 2) say('prompt', { prompt: 'a storm' });
+  };
+};
+"""
+
+
+def test_a_browser_plays_the_fragments_of_mp4_as_they_come(browser: Any, server: PolicyServer) -> None:
+    visit(browser, server)
+    browser.set_script_timeout(60)
+    told = browser.execute_async_script(PLAY_MP4, server.port)
+    if "unsupported" in told:
+        pytest.skip(f"this browser does not play {told['unsupported']}")
+    assert told["error"] is None
+    assert (told["width"], told["height"], told["ranges"]) == (48, 32, 1)
+    assert told["end"] == pytest.approx((9 + 5 * 12) / 16, abs=0.01)
+    assert told["at"] == pytest.approx(1, abs=0.07)

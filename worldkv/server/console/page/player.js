@@ -177,7 +177,8 @@ function describe(world) {
   const { header, frame } = world;
   if (!header) return "";
   const at = header.first_frame + frame;
-  const parts = [`block ${header.block}`, `frame ${at}`, `${world.fps.toFixed(1)} fps`];
+  const { fps } = world;
+  const parts = [`block ${header.block}`, `frame ${at}`, ...(fps ? [`${fps.toFixed(1)} fps`] : [])];
   parts.push(world.late ? `${world.late} of ${world.blocks} blocks late, by ${Math.round(world.worst)} ms at most` : "no block late");
   if (world.waits) parts.push(`waited ${count(world.waits, "time")}`);
   if (header.frames_skipped) parts.push(`${count(header.frames_skipped, "frame")} not seen`);
