@@ -52,7 +52,7 @@ async def download_video(session_id: str, request: Request, owner: Owner, servic
     worlds: Worlds = request.app.state.worlds
     entry = service.sessions.get(owned(normalise_session_id(session_id), owner), owner)
     world = worlds.known(entry)
-    film = None if world is None else world.reel.film()
+    film = None if world is None else await service.in_thread(world.reel.film)
     if film is None:
         kept = service.config.max_video_bytes > 0
         raise BadRequest(f"video: {'nothing was shown of this session yet' if kept else 'this server keeps none'}")
