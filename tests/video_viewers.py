@@ -69,7 +69,7 @@ class Viewer:
         message: dict[str, Any] = json.loads(text)
         if message["type"] != "block":
             return message
-        data = self.socket.recv(timeout=timeout)
+        data = self.socket.recv(timeout=PATIENCE_S)
         assert isinstance(data, bytes), "a header without bytes"
         assert len(data) == message["bytes"]
         if self.shows:

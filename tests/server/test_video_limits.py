@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket as sockets
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -133,7 +134,7 @@ def test_live_worlds_keep_to_their_frame_rate(server: PolicyServer) -> None:
         began = time.monotonic()
         blocks = one.blocks(5)
         took = time.monotonic() - began
-    due = (blocks[-1].header["pts"] - 9 / 16) - 0.75  # the last one is begun one block before it is due
+    due = (blocks[-1].header["pts"] - 9 / 16) - 0.75  # the last one is begun no more than a block's time before
     assert due - 0.1 <= took < due + 2.0
     assert not any(block.header["late"] for block in blocks[2:])
 
@@ -254,3 +255,56 @@ def test_a_message_of_json_takes_no_thread_of_the_engines(server: PolicyServer) 
         one.say("start", prompt=LAKE, seed=10**400)
         error: Any = one.hear("error")
         assert error["field"] in ("message", "seed"), json.dumps(error)
+
+
+def test_what_was_made_and_never_sent_is_told_to_the_next_viewer_and_leaves_no_hole_in_the_film(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, may_go_on = videos.packed_jpegs, threading.Event()
+    taken = threading.Semaphore(3)
+
+    def slow(frames: Any) -> bytes:
+        if not taken.acquire(blocking=False):
+            may_go_on.wait(30)
+        return encode(frames)
+
+    monkeypatch.setattr(videos, "packed_jpegs", slow)
+    with viewer(server, shows=False) as one:
+        one.start(prompt=LAKE, session_id="lake")
+        first = one.blocks(3)
+        eventually(lambda: call(server, "GET", "sessions/lake")["frames_seen"] >= 12)  # the fourth is made
+        one.socket.socket.shutdown(sockets.SHUT_RDWR)
+    eventually(lambda: call(server, "GET", "sessions/lake")["connections"] == 0)
+    may_go_on.set()
+    with viewer(server, shows=False) as two:
+        started = two.start(session_id="lake")
+        later = two.blocks(4)
+        two.say("stop")
+        two.hear("stopped")
+        data, _ = download(server, "lake")
+    assert first[-1].header["first_frame"] == 21
+    assert started["pts"] == later[0].header["pts"] == 33 / 16
+    assert (later[0].number, later[0].header["frames_skipped"]) == (4, 12)
+    assert not any(block.header["frames_skipped"] for block in later[1:])
+    assert times_of(data) == [n / 16 for n in range(9 + 6 * 12)]
+
+
+def test_blocks_that_an_operator_asked_for_are_told_as_skipped(server: PolicyServer) -> None:
+    with viewer(server, shows=False) as one:
+        one.start(prompt=LAKE, session_id="lake")
+        one.blocks(4)
+        call(server, "POST", "sessions/lake/imagine", {})
+        one.say("shown", block=3)
+        block = one.block()
+    assert (block.number, block.header["frames_skipped"], block.header["pts"]) == (5, 12, 45 / 16)
+
+
+def test_a_server_stops_though_a_viewer_reads_nothing(app: VideoApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "is_full", False)
+    monkeypatch.setattr(videos, "packed_jpegs", lambda frames: bytes(1 << 22))
+    with serving(app) as server, viewer(server) as one:
+        one.say("start", prompt=LAKE, pace="fast")
+        comes_to_rest(app)
+        began = time.monotonic()
+        server.stop()
+        assert time.monotonic() - began < 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -183,7 +184,7 @@ def test_what_makes_no_sense_is_told_with_its_field_and_ends_nothing(server: Pol
             error = one.hear("error")
             assert error["field"] == field, error
             assert words in error["message"], error
-        for text in ("{", "[1]", "7", "[" * 5000, "x" * 70_000):
+        for text in ("{", "[1]", "7", '{"id": NaN}', "[" * 5000, "x" * 70_000):
             one.socket.send(text)
             assert one.hear("error")["field"] == "message"
         one.socket.send(b"bytes")
@@ -286,3 +287,18 @@ def test_the_key_comes_by_header_or_in_the_first_message_and_worlds_are_its_own(
 def test_a_page_of_another_site_is_refused(server: PolicyServer) -> None:
     with viewer(server, greeted=False, origin="http://evil.example.org") as one:
         assert one.hear("error")["code"] == "unauthorised"
+
+
+def test_the_client_that_the_documents_show_makes_a_film(
+    server: PolicyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import av
+
+    text = (Path(__file__).parents[2] / "docs" / "video.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 22
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace("gpu-box", "127.0.0.1").replace("8000", str(server.port)), "video.md", "exec"), {})
+    with av.open("lake.mp4") as container:
+        times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
+    assert times == [n / 16 for n in range(9 + 19 * 12)]

@@ -32,16 +32,38 @@ def test_a_viewer_that_shows_nothing_gets_no_more_than_a_few_blocks() -> None:
         assert not schedule.is_full
 
 
-def test_live_blocks_are_begun_one_block_before_they_are_due() -> None:
+def test_live_blocks_are_begun_as_long_before_they_are_due_as_the_last_ones_took_and_half_more() -> None:
     schedule = Schedule("live", BLOCK_S)
-    assert (schedule.wait_s(10.0), schedule.begin(10.0)) == (0.0, None)
-    assert schedule.made(0, 0.5625, 10.2) == 0
+    assert (schedule.wait_s(10.0), schedule.begin(10.0), schedule.lead_s) == (0.0, None, BLOCK_S)
+    assert schedule.made(0, 0.5625, 10.4) == 0
     schedule.shown(0)
-    assert schedule.wait_s(10.2) == 0, "it is due at 10.7625"
-    assert schedule.begin(10.2) == 10.7625
-    assert schedule.made(1, BLOCK_S, 10.5) == 0
+    assert schedule.lead_s == pytest.approx(0.7)
+    assert schedule.wait_s(10.4) == 0, "it is due at 10.9625"
+    assert schedule.begin(10.4) == 10.9625
+    assert schedule.made(1, BLOCK_S, 10.7) == 0
     schedule.shown(1)
-    assert schedule.wait_s(10.5) == pytest.approx(10.7625 - 10.5)
+    assert schedule.wait_s(10.7) == pytest.approx(10.9625 + 0.75 - 0.7 - 10.7)
+    for took, lead_s in ((0.01, 0.375), (0.6, 1.0), (9.0, 1.5)):
+        schedule = Schedule("live", BLOCK_S)
+        schedule.begin(0.0)
+        schedule.made(0, BLOCK_S, took)
+        assert schedule.lead_s == pytest.approx(lead_s)
+
+
+def test_a_model_that_just_keeps_up_is_begun_early_enough_to_be_never_late() -> None:
+    schedule, now, late = Schedule("live", BLOCK_S), 0.0, []
+    shown_at: list[tuple[float, int]] = []
+    for block in range(40):
+        while (wait := schedule.wait_s(now)) != 0:
+            now = min(at for at, _ in shown_at) if wait is None else now + wait
+            for at, number in [each for each in shown_at if each[0] <= now]:
+                schedule.shown(number)
+                shown_at.remove((at, number))
+        due = schedule.begin(now)
+        now += 0.74
+        late.append(schedule.made(block, BLOCK_S, now))
+        shown_at.append((now if due is None else max(due, now), block))
+    assert sum(late[5:]) == 0, late
 
 
 def test_a_late_block_moves_those_after_it_and_says_by_how_much() -> None:
@@ -61,8 +83,8 @@ def test_what_a_viewer_takes_longer_for_or_pauses_is_nobodys_delay() -> None:
         schedule.made(block, BLOCK_S, 0.0)
     assert schedule.wait_s(60.0) is None
     schedule.shown(1)
-    assert schedule.begin(60.0) == 60.75
-    assert schedule.made(2, BLOCK_S, 60.7) == 0
+    assert schedule.begin(60.0) == 60.375
+    assert schedule.made(2, BLOCK_S, 60.37) == 0
     schedule.shown(2)
     schedule.pause()
     assert schedule.begin(90.0) is None

@@ -180,6 +180,12 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         super().resume_writing()
         self._forget_timer()
 
+    def shutdown(self) -> None:
+        if self._stalled is None:
+            super().shutdown()
+        else:  # who reads nothing hears no farewell, and what was to be said before is not waited for
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timer()
         super().connection_lost(exc)

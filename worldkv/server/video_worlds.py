@@ -38,7 +38,8 @@ class MarkInfo:
 @dataclass(eq=False)
 class World:
     """One session. `num_frames`: made for viewers since it was opened, also what a seek has left behind: the timeline
-    only goes on. `lock`: held for a tick. `stream`: the viewer that plays it; another one may take it over."""
+    only goes on. `lock`: held for a tick; `film_lock`: while a block is added to the reel, in the order in which they
+    were shown. `stream`: the viewer that plays it; another one may take it over."""
 
     entry: Entry
     reel: Reel
@@ -46,6 +47,7 @@ class World:
     num_frames: int = 0
     stream: Stream | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    film_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def pts(self) -> float:

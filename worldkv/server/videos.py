@@ -14,7 +14,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request
@@ -31,7 +30,7 @@ from worldkv.server.video_stream import Made, Stream
 from worldkv.server.video_worlds import Worlds
 from worldkv.videos.dialects import Dialect, Native, Pictures, Realtime
 from worldkv.videos.messages import parse
-from worldkv.videos.muxer import mp4_of, packed_jpegs
+from worldkv.videos.muxer import Mp4, mp4_of, packed_jpegs
 from worldkv.videos.program import FRAMES_PER_SECOND
 from worldkv.wire import CloseCode, close_code, normalise_session_id, public_error
 
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 _DIALECTS: Mapping[str, Callable[[], Dialect]] = {"/v1/video": Native, "/v1/realtime/video": Realtime}  # by path
 _KEY_WITHIN_S = 10.0
+_FAREWELL_S = 2.0  # for a viewer to take the last words
 _MAX_BAD = 100  # messages of one socket that made no sense
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ async def download_video(session_id: str, request: Request, owner: Owner, servic
     worlds: Worlds = request.app.state.worlds
     entry = service.sessions.get(owned(normalise_session_id(session_id), owner), owner)
     world = worlds.known(entry)
-    film = None if world is None else world.reel.film()
+    film = None if world is None else await service.in_thread(world.reel.film)
     if film is None:
         kept = service.config.max_video_bytes > 0
         raise BadRequest(f"video: {'nothing was shown of this session yet' if kept else 'this server keeps none'}")
@@ -93,6 +93,7 @@ class Connection:
         self._owner = ""
         self._num_bad = 0
         self._first: str | None = None  # the message that brought the key, where it may say more
+        self._keeping: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()  # what belongs together comes together
 
     async def run(self) -> None:
@@ -142,6 +143,8 @@ class Connection:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             stream.surrender()
+            if self._keeping is not None:
+                await self._keeping
         if self._service.draining:
             await self._close(CloseCode.GOING_AWAY, "the server is shutting down")
         for outcome in outcomes:
@@ -200,23 +203,28 @@ class Connection:
 
     async def _show(self, stream: Stream, made: Made) -> None:
         """The viewer first, then the file."""
-        frames, reel = made.reply.block.frames, made.world.reel
-        mp4 = partial(mp4_of, frames, made.at_frame, FRAMES_PER_SECOND)
-        film = None
+        frames, film = made.reply.block.frames, None
         if made.format == "mp4":
-            film = await self._service.for_viewers(mp4)
+            film = await self._service.for_viewers(mp4_of, frames, made.at_frame, FRAMES_PER_SECOND)
             pictures = Pictures(film.fragment, film.init, film.mime)
         else:
             pictures = Pictures(await self._service.for_viewers(packed_jpegs, frames))
         await self._send_all(self._dialect.show(made.header, pictures))
         stream.taken(made)
-        if not reel.keeps:
-            return
-        film = film or await self._service.for_viewers(mp4)
-        try:
-            await self._service.for_viewers(reel.add, film, made.at_frame, len(frames))
-        except OSError as error:
-            logger.warning("session %s: a block could not be kept: %s", made.world.entry.session_id, error)
+        self._keeping = asyncio.create_task(self._keep(made, film))
+        await asyncio.shield(self._keeping)
+
+    async def _keep(self, made: Made, film: Mp4 | None) -> None:
+        """What was shown, also if the viewer leaves meanwhile."""
+        frames, reel = made.reply.block.frames, made.world.reel
+        async with made.world.film_lock:
+            if not reel.keeps:
+                return
+            film = film or await self._service.for_viewers(mp4_of, frames, made.at_frame, FRAMES_PER_SECOND)
+            try:
+                await self._service.for_viewers(reel.add, film, made.at_frame, len(frames))
+            except OSError as error:
+                logger.warning("session %s: a block could not be kept: %s", made.world.entry.session_id, error)
 
     async def _send_all(self, messages: Iterable[str | bytes]) -> None:
         """Raises WebSocketDisconnect where the socket is no more, also if it was the web server that closed it."""
@@ -239,10 +247,12 @@ class Connection:
         logger.log(level, "a viewer's socket is closed: %s", error, exc_info=error, extra=fields)
         if not isinstance(error, EngineStopped):
             event = {"type": "error", "code": code, "message": message, "field": None, "playing": False}
-            with contextlib.suppress(WebSocketDisconnect):
-                await self._send_all(self._dialect.tell(event))
+            with contextlib.suppress(WebSocketDisconnect, TimeoutError):
+                await asyncio.wait_for(self._send_all(self._dialect.tell(event)), _FAREWELL_S)
         await self._close(close_code(code), code)
 
     async def _close(self, code: CloseCode, reason: str) -> None:
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the client was faster
-            await self._websocket.close(code, reason)
+        with contextlib.suppress(
+            WebSocketDisconnect, RuntimeError, TimeoutError
+        ):  # the client was faster, or reads no more
+            await asyncio.wait_for(self._websocket.close(code, reason), _FAREWELL_S)

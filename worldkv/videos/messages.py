@@ -91,7 +91,7 @@ def parse(text: str) -> dict[str, object]:
     if len(text) > MAX_MESSAGE_CHARACTERS:
         raise BadRequest(f"message: expected at most {MAX_MESSAGE_CHARACTERS} characters, got {len(text)}")
     try:
-        fields = json.loads(text)
+        fields = json.loads(text, parse_constant=_refuse)  # NaN: no browser reads it back
     except (ValueError, RecursionError):
         raise BadRequest(f"message: expected a JSON object, got {shown(text)}") from None
     if not isinstance(fields, dict):
@@ -122,6 +122,10 @@ def shown(value: object) -> str:
     """A value that a client sent, short enough for an error's text."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 def _start(fields: Fields) -> Start:

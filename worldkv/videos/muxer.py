@@ -60,7 +60,7 @@ def jpeg_of(picture: np.ndarray) -> bytes:
     encoder = av.CodecContext.create("mjpeg", "w")
     encoder.height, encoder.width = picture.shape[:2]
     encoder.pix_fmt, encoder.time_base, encoder.thread_count = "yuvj420p", Fraction(1, 25), 1
-    encoder.qmin = encoder.qmax = _JPEG_QUANTISER
+    encoder.options = dict.fromkeys(("qmin", "qmax"), str(_JPEG_QUANTISER))
     packets = [*encoder.encode(frame.reformat(format="yuvj420p")), *encoder.encode(None)]
     return b"".join(bytes(packet) for packet in packets)
 

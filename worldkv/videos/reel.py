@@ -86,9 +86,11 @@ class Reel:
             self._init, self._num_frames = block.init, first_frame + num_frames
             while len(self._pieces) > 1 and sum(each.num_bytes for each in self._pieces) > self._max_bytes:
                 self._pieces.popleft()
+            if self._closed:  # meanwhile
+                self._pieces.clear()
 
     def film(self) -> Film | None:
-        """As it is now; None where it is empty."""
+        """As it is now; None where it is empty. Waits for what is being written: not for an event loop."""
         with self._lock:
             if not self._pieces:
                 return None
@@ -98,7 +100,10 @@ class Reel:
             return Film(self._init, pieces, sizes, first, self._num_frames - first)
 
     def close(self) -> None:
-        """Safe twice."""
-        with self._lock:
-            self._closed = True
-            self._pieces.clear()
+        """Safe twice, and returns at once, whatever is being written."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._pieces.clear()
+            finally:
+                self._lock.release()

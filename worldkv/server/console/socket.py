@@ -39,7 +39,7 @@ _MAX_MESSAGE_CHARACTERS = 4096  # a key, or a few ids
 _BREATH_S = 0.1  # between two overviews, however often the page asks for another session
 _FOLDER = Path(__file__).parent / "page"
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:",
+    "content-security-policy": "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:; media-src blob:",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }

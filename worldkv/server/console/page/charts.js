@@ -4,10 +4,10 @@ import { clock, milliseconds } from "./dom.js";
 import { colour, line, surface } from "./draw.js";
 
 const STAGE_COLOURS = {
-  read: "#a9b3bd", queue: "#c9a227", preprocess: "#8d72b8", encode: "#79aede", commit: "#2f9e75", denoise: "#2563a8",
-  postprocess: "#e8833a",
+  read: "#a9b3bd", queue: "#c9a227", preprocess: "#8d72b8", encode: "#79aede", recache: "#5b8c5a", commit: "#2f9e75",
+  denoise: "#2563a8", decode: "#b5739d", postprocess: "#e8833a",
 };
-export const stageColour = (stage) => STAGE_COLOURS[stage] ?? "#b5739d";
+export const stageColour = (stage) => STAGE_COLOURS[stage] ?? "#8a7f6d";
 export const MAX_BARS = 40;
 const PERIOD_S = 0.5; // between two overviews
 

@@ -1,6 +1,6 @@
 // What can be done to a session, by button or key. What loses something, or meddles with a robot, is asked about first.
 
-import { ask, call, el, fetchFile, sessionLink, sessionPath, toast } from "./dom.js";
+import { ask, call, el, fetchFile, places, save, sessionLink, sessionPath, toast } from "./dom.js";
 
 // One button each; of two with the same letter only one is displayed.
 export const COMMANDS = [
@@ -62,7 +62,7 @@ export class Commands {
 
   // The question, with a warning first where a robot is connected.
   sure(question, yes, connected = this.session?.connections) {
-    return ask(`${question}${connected ? ` A robot is connected to ${this.id}.` : ""}`, yes);
+    return ask(`${question}${connected ? ` A ${clientOf(this.feed.hello)} is connected to ${this.id}.` : ""}`, yes);
   }
 
   snapshot() {
@@ -86,7 +86,7 @@ export class Commands {
     if (!(await this.sure(`Close ${this.id}? Its history is gone, and who asks for it is told once.`, "Close it"))) return;
     if (!(await this.act("DELETE", this.path, undefined, "closed"))) return;
     const others = this.neighbours.filter((id) => id !== this.id);
-    location.hash = others.length ? sessionLink(...others) : "#/";
+    location.hash = others.length ? sessionLink(...others) : places.all;
   }
 
   async imagine() {
@@ -99,9 +99,7 @@ export class Commands {
   async download() {
     try {
       const { blob, name } = await fetchFile(`${this.path}/recording`);
-      const link = el("a", { href: URL.createObjectURL(blob), download: name });
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+      save(blob, name);
       toast(`${name}: for worldkv replay --recording`);
     } catch (error) {
       toast(`${this.id}: ${error.message}`);
@@ -134,6 +132,9 @@ export class Commands {
     if (await ask(question, "Release it")) await this.act("DELETE", `snapshots/${id}`, undefined, "snapshot released");
   }
 }
+
+// Who is at the other end of a session.
+const clientOf = ({ app }) => (app === "videos" ? "viewer" : "robot");
 
 // A second click does not do it twice.
 export async function during(button, run) {

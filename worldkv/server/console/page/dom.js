@@ -98,9 +98,17 @@ export async function fetchFile(path) {
   const response = await reach(`/v1/${path}`, { headers: key.get() ? { authorization: `Api-Key ${key.get()}` } : {} });
   if (!response.ok) throw new Error((await response.json()).message);
   const name = /filename="([^"]+)"/.exec(response.headers.get("content-disposition") ?? "")?.[1] ?? "recording.tar";
-  return { blob: await response.blob(), name };
+  return { blob: await response.blob(), name, headers: response.headers };
+}
+
+// As a file of the browser's.
+export function save(blob, name) {
+  const link = el("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
 // In one segment, or a browser would resolve the dots of "a/../b" and ask for another session.
 export const sessionPath = (id) => `sessions/${encodeURIComponent(id)}`;
+export const places = { all: "#/" }; // where all sessions are
 export const sessionLink = (...ids) => `#/s/${ids.map(encodeURIComponent).join(",")}`;

@@ -3,7 +3,8 @@
 const UNITS = { radians: "rad", metres: "m", degrees: "°" };
 
 export const camerasOf = ({ about }) => about?.cameras ?? [];
-export const chunkSeconds = ({ about }) => about?.chunk_s ?? 0;
+// Of videos: a block.
+export const chunkSeconds = ({ about }) => about?.chunk_s ?? ((about?.frames_per_block ?? 0) / (about?.frames_per_second ?? 1));
 export const rateOf = ({ about }) => about?.rate_hz ?? 0;
 
 // The unit, or what the ends of its range mean, and the range if its file states one.

@@ -1,6 +1,6 @@
 // One session, or several side by side: what it sees, imagines and does.
 
-import { ago, clock, count, dot, el, milliseconds, percentile, sessionLink, text } from "./dom.js";
+import { ago, clock, count, dot, el, milliseconds, percentile, places, sessionLink, text } from "./dom.js";
 import { Commands, during } from "./commands.js";
 import { picture } from "./draw.js";
 import { MAX_BARS, actionCurves, stageBars, stageColour, stagesOf } from "./charts.js";
@@ -10,13 +10,13 @@ import { fillState } from "./table.js";
 export const MAX_PANELS = 4; // the server tells of no more at a time
 const IMAGINED_HZ = 5;
 const WINDOW_FULL = "window full"; // of the reasons to begin a window, the one that goes on with the same scene
-const NOTHING_YET = "nothing yet: a tick of its robot, or Imagine, shows it";
+const NOTHING_YET = "nothing yet: its next tick shows it";
 
 export class Sessions {
   constructor(root, feed, ids) {
     this.feed = feed;
     this.panels = ids.map((id, number) => new Panel(feed, id, ids, number + 1));
-    root.append(el("p", {}, el("a", { href: "#/" }, "← all sessions"), " ", el("kbd", {}, "Esc")));
+    root.append(el("p", {}, el("a", { href: places.all }, "← all sessions"), " ", el("kbd", {}, "Esc")));
     root.append(el("div", { class: "columns" }, this.panels.map(({ element }) => element)));
     for (const panel of this.panels) {
       for (const event of ["pointerdown", "focusin"]) panel.element.addEventListener(event, () => this.focus(panel));
@@ -81,10 +81,10 @@ class Panel {
     this.element = el("article", { class: several ? "session" : "session alone", "data-id": id },
       el("h1", {}, name, several && " ", several && el("span", { class: "keyed" }, "keys act here")),
       el("p", {}, this.chip, " ", this.facts), this.commands.element,
-      card("", "Seen", this.seenNote, this.prompt, this.cameras),
+      card("of-robots", "Seen", this.seenNote, this.prompt, this.cameras),
       card("", "Imagined", null, el("figure", {}, this.imagined, this.imaginedNote), this.expectedBox),
-      card("all", "Actions of the newest chunk", this.actionNote, this.curves),
-      card("", "State", this.stateNote, this.state),
+      card("all of-robots", "Actions of the newest chunk", this.actionNote, this.curves),
+      card("of-robots", "State", this.stateNote, this.state),
       card("", "The last ticks by stage", this.barNote, this.bars, this.stages),
       card("", "Forks and snapshots", null, this.tree),
       card("", "What happened", null, this.log));

@@ -76,6 +76,7 @@ export class SessionTable {
 
   update(sessions, hello, stale) {
     this.sessions = sessions;
+    this.hello = hello;
     const present = new Set(sessions.map(({ id }) => id));
     for (const [id, row] of this.rows) {
       if (!present.has(id)) {
@@ -94,6 +95,7 @@ export class SessionTable {
 
   arrange() {
     if (!this.sessions) return;
+    const { hello } = this;
     const query = chosen.query.trim().toLowerCase();
     const fits = (session) => `${session.id} ${stateOf(session)}`.toLowerCase().includes(query);
     const sorted = inOrder(this.sessions);
@@ -108,7 +110,7 @@ export class SessionTable {
     }
     text(this.found, query ? `${shown} of ${sorted.length} shown` : "");
     this.none.hidden = shown > 0;
-    const opens = "A robot opens one with its first request; `worldkv demo` brings one.";
+    const opens = hello?.app === "videos" ? "Words on the page of videos open one." : "A robot opens one with its first request; `worldkv demo` brings one.";
     text(this.none, sorted.length ? `No session matches “${chosen.query}”.` : `No session is open. ${opens}`);
     for (const [name, head] of this.heads) {
       const way = chosen.descending ? "descending" : "ascending";
