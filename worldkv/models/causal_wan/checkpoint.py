@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
@@ -42,10 +43,15 @@ FILES = (
 
 def from_elsewhere(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
     """See `models.registry`: the tokenizer."""
-    said = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
-    if find_tokenizer(folder) is not None or RANDOM_WEIGHTS_KEY in said:
+    if find_tokenizer(folder) is not None or has_random_weights(folder):
         return {}
     return {TOKENIZER_FOLDERS[-1]: (TOKENIZER_REPOSITORY, TOKENIZER_FILES)}
+
+
+def has_random_weights(folder: Path) -> bool:
+    """Whether `random` wrote it. Raises CheckpointError for a damaged config.json."""
+    path = folder / CONFIG_FILE
+    return path.is_file() and RANDOM_WEIGHTS_KEY in read_json(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +65,32 @@ class Checkpoint(Survey, StoredTensors):
         return cls(**vars(survey), _handles=dict(survey.opened))
 
 
-def tokenizer_of(checkpoint: Survey) -> Tokenizer:
-    """The folder's own, a base folder's, or a byte-level one with a warning."""
-    places = [each for each in (checkpoint.folder, *checkpoint.bases) if find_tokenizer(each) is not None]
-    folder = places[0] if places else checkpoint.folder
-    return load_tokenizer(folder, checkpoint.config.dit.text_len, read_sizes(checkpoint).text.vocab_size)
+def tokenizer_of(folder: Path, model: CausalWan, base: Sequence[Path | str] = ()) -> Tokenizer:
+    """The folder's own, a base folder's, or a byte-level one, with a warning unless the weights are random."""
+    warn = (lambda _: None) if has_random_weights(folder) else warnings.warn
+    places = [place for place in (folder, *map(Path, base)) if find_tokenizer(place) is not None]
+    return load_tokenizer(
+        places[0] if places else folder, model.config.dit.text_len, model.encoders.text.vocab_size, warn
+    )
+
+
+class Options(TypedDict, total=False):
+    """What `load` takes beside folder, device and dtype."""
+
+    preset: str | None
+    height: int | None
+    width: int | None
+    window_frames: int | None
+    sink_frames: int | None
+    recache: bool
+    decodes: bool
+    precision: Precision
+    base: Sequence[Path | str]
+    lora: Path | str | None
+    lora_alpha: float | None
+    averaged: bool
+    file: str | None
+    progress: Progress | None
 
 
 def load(
