@@ -213,8 +213,10 @@ def test_what_a_folder_lacks_is_asked_for(base: Path, tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_the_base_s(base: Path, tmp_path: Path) -> None:
     folder = write_distilled(tmp_path / "published", "averaged")
-    checkpoint = Checkpoint.open(folder, Choices(base=[base], **PRESET))
-    assert type(tokenizer_of(checkpoint)).__name__ == "HFTokenizer"
+    model = load(folder, base=[base], **PRESET)
+    assert type(tokenizer_of(folder, model, [base])).__name__ == "HFTokenizer"
+    with pytest.warns(UserWarning, match="has no tokenizer"):
+        assert type(tokenizer_of(folder, model)).__name__ == "ByteTokenizer"
 
 
 def test_each_tensor_is_read_once(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ pytest.importorskip("diffusers")
 from causal import make_engine, make_request, relative_error, run  # noqa: E402
 from engines import inside  # noqa: E402
 
-from worldkv.kv.copied_window import CopiedChunks  # noqa: E402
-from worldkv.kv.window import Window  # noqa: E402
+from worldkv.kv.window import CopiedChunks, Window  # noqa: E402
 from worldkv.models.base import Forward  # noqa: E402
 from worldkv.models.causal_wan.config import BRANCH  # noqa: E402
 from worldkv.models.causal_wan.random import TINY  # noqa: E402

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from worldkv.errors import OutOfBlocks
 from worldkv.kv.block_table import BlockTable, StagedWrite, blocks_for
 from worldkv.kv.conditioning import ConditioningEntry
-from worldkv.kv.copied_window import CopiedChunks, CopiedWindow, physical_slots
+from worldkv.kv.copied_window import CopiedWindow, physical_slots
 from worldkv.kv.row import AttentionRow
-from worldkv.kv.window import Placement, Window
+from worldkv.kv.window import CopiedChunks, Placement, Window
 
 if TYPE_CHECKING:
     from worldkv.kv.storage import KVStorage

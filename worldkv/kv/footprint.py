@@ -11,8 +11,7 @@ from functools import cache
 
 from worldkv.kv.block_pool import BlockPool
 from worldkv.kv.block_table import BlockTable, blocks_for
-from worldkv.kv.copied_window import CopiedChunks
-from worldkv.kv.window import Window
+from worldkv.kv.window import CopiedChunks, Window
 
 
 @dataclass(frozen=True)

@@ -112,3 +112,28 @@ class Window:
             else:
                 found.append(range(start, start + self.chunk_size))
         return found
+
+
+@dataclass(frozen=True)
+class CopiedChunks:
+    """Which chunks a forward's copy has: `history`, read as it stands, oldest first and at the places from 0 on; then
+    the forward's own. The first `num_unread` of these are a rewrite's whose places the sink has: nobody reads them."""
+
+    history: tuple[int, ...]
+    num_own: int
+    num_unread: int = 0
+
+    @classmethod
+    def of(cls, window: Window, num_chunks: int, num_own: int, rewrites: bool = False) -> CopiedChunks:
+        """Of a forward of `num_own` chunks after `num_chunks` of history, or that computes the newest ones anew."""
+        if not rewrites:
+            visible = window.visible_chunks(num_chunks + num_own)
+            return cls(tuple(chunk for chunk in visible if chunk < num_chunks), num_own)
+        first = num_chunks - num_own
+        written = first if num_chunks <= window.max_chunks else max(first, num_chunks - window.window)
+        visible = window.visible_chunks(num_chunks)
+        return cls(tuple(chunk for chunk in visible if chunk < written), num_own, written - first)
+
+    @property
+    def num_visible(self) -> int:
+        return len(self.history) + self.num_own - self.num_unread
