@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 MORE = (
-    "One port speaks the openpi and the RoboArena dialect. GET /healthz answers 200 once the model is warm, GET\n"
-    "/metrics speaks Prometheus. Ctrl-C or SIGTERM lets the ticks in flight end; a second one does not wait."
+    "The folder tells what is served. For robots one port speaks the openpi and the RoboArena dialect; of a causal\n"
+    "video model it streams worlds from words, to a browser too. GET /healthz answers 200 once the model is warm,\n"
+    "GET /metrics speaks Prometheus. Ctrl-C or SIGTERM lets the ticks in flight end; a second one does not wait."
 )
 EXAMPLE = "worldkv serve DreamZero-DROID --port 8000"
 
@@ -172,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
-        print(_where(config, server.port, server.health_port), flush=True)
+        print(_where(app.speaks, config, server.port, server.health_port), flush=True)
         with memory.given_back():
             server.run()
         print("stopped; every session was closed", flush=True)
@@ -193,17 +194,24 @@ def _about(app: AnyApp, arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _where(config: ServerConfig, port: int, health_port: int | None) -> str:
+def _where(speaks: str, config: ServerConfig, port: int, health_port: int | None) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     key = ', api_key="..."' if config.api_key else ""
     tls = "s" if config.tls_cert is not None else ""
     robot = f'"wss://{host}:{port}"' if tls else f'"{config.host}", {port}'
+    dialects, how = {
+        "robots": (
+            "openpi and RoboArena dialects",
+            f"a robot    PolicyClient({robot}{key}).infer(observation), from worldkv.client",
+        ),
+        "videos": ("worlds from words", f"programs   ws{tls}://{host}:{port}/v1/video, see docs/video.md"),
+    }[speaks]
     more = "" if health_port is None else f"\n  health     http://{host}:{health_port}/healthz as well, and /metrics"
     return (
-        f"{LISTENING}ws{tls}://{host}:{port} (openpi and RoboArena dialects)\n"
+        f"{LISTENING}ws{tls}://{host}:{port} ({dialects})\n"
         f"  health     http{tls}://{host}:{port}/healthz (200 once warm)\n"
         f"  metrics    http{tls}://{host}:{port}/metrics{more}\n"
         f"  people     http{tls}://{host}:{port}/ in a browser\n"
-        f"  a robot    PolicyClient({robot}{key}).infer(observation), from worldkv.client\n"
+        f"  {how}\n"
         f"  stop       Ctrl-C"
     )
