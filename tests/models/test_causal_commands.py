@@ -15,7 +15,7 @@ from causal import SIZE, random_folder  # noqa: E402
 from causal_published import dit_of, peft, plain_tensors, write_base, write_distilled, write_lora  # noqa: E402
 
 from worldkv.cli.main import main  # noqa: E402
-from worldkv.models.causal_wan.checkpoint import load, tokenizer_of  # noqa: E402
+from worldkv.models.causal_wan.checkpoint import Checkpoint, load, tokenizer_of  # noqa: E402
 from worldkv.models.causal_wan.config import PRESETS  # noqa: E402
 
 
@@ -80,7 +80,7 @@ def test_convert_writes_one_folder_that_is_the_same_model(
     ):
         state = theirs.state_dict()
         assert all(torch.equal(tensor, state[name]) for name, tensor in mine.state_dict().items())
-    assert type(tokenizer_of(output, ours)).__name__ == "HFTokenizer"
+    assert type(tokenizer_of(Checkpoint.open(output))).__name__ == "HFTokenizer"
     capsys.readouterr()
     assert main(command) == 0, "a second run keeps the shards"
     assert "1 kept from before" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +212,12 @@ def test_what_a_folder_lacks_is_asked_for(base: Path, tmp_path: Path) -> None:
         load(folder, base=[base], file="../other.pt", **PRESET)
 
 
-def test_the_tokenizer_is_the_base_s(base: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_the_base_s_where_the_folder_has_none(base: Path, tmp_path: Path) -> None:
     folder = write_distilled(tmp_path / "published", "averaged")
-    model = load(folder, base=[base], **PRESET)
-    assert type(tokenizer_of(folder, model, [base])).__name__ == "HFTokenizer"
+    with_base = Checkpoint.open(folder, Choices(base=[base], **PRESET))
+    assert type(tokenizer_of(with_base)).__name__ == "HFTokenizer"
     with pytest.warns(UserWarning, match="has no tokenizer"):
-        assert type(tokenizer_of(folder, model)).__name__ == "ByteTokenizer"
+        assert type(tokenizer_of(replace(with_base, bases=()))).__name__ == "ByteTokenizer"
 
 
 def test_each_tensor_is_read_once(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

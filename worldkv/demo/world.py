@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-
-from worldkv.demo.server_process import ServerProcess
-from worldkv.demo.viewer import ShownBlock, Viewer, viewer
-from worldkv.show.plots import save_figure
-from worldkv.show.terminal import progress, spinner
-from worldkv.show.video import read_video
-from worldkv.words import count
 
 WORDS = ("a quiet lake at dawn", "a storm over the lake", "the lake under stars")
 SESSION = "demo-world"
