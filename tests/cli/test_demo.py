@@ -65,6 +65,23 @@ def test_it_shows_ticks_and_leaves_video_and_plots(
     assert "worldkv replay --checkpoint" in closing
 
 
+def test_a_world_from_words_leaves_the_film_that_its_viewer_got(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "demo"
+    assert main(["demo", "--video", "--ticks", "6", "--once", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "random weights" in out
+    assert not is_running(server_pid(out))
+    assert read_video(output / "world.mp4").shape == (9 + 5 * 12, 96, 160, 3)
+    assert "69 frames, other words 2 times" in out
+    closing = out.partition("look into ")[2]
+    listed = [line.split()[0] for line in closing.partition("next\n")[0].splitlines()[1:]]
+    assert listed == ["world.mp4", "world.png", "server.log"]
+    assert all((output / name).stat().st_size > 0 for name in listed)
+    assert "worldkv generate" in closing
+
+
 def test_whoever_stops_it_stops_its_server_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "worldkv.cli.main", "demo", "--ticks", "1000", "--output", str(tmp_path)]
     said = tmp_path / "said"

@@ -24,6 +24,7 @@ from worldkv.cli.preflight import require_packages
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
 from worldkv.demo.synthetic import CONTROL_HZ, MAX_SPEED, SyntheticArm
+from worldkv.demo.world import show_world
 from worldkv.show.captions import captioned
 from worldkv.show.episode import Episode, EpisodeTick, tile_cameras
 from worldkv.show.live_table import LiveTable
@@ -61,6 +62,7 @@ EXAMPLE = "worldkv demo --ticks 12 --output demo-output"
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "folder", "video and plots", default="demo-output")
     add_ticks(parser, 12, "to make")
+    parser.add_argument("--video", action="store_true", help="a world from words instead of a robot; ticks are blocks")
     parser.add_argument("--once", action="store_true", help="stop after them (what scripts get)")
     parser.add_argument("--stay", action="store_true", help="go on until Ctrl-C (what a terminal gets)")
 
@@ -68,6 +70,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     require_packages("plots", "matplotlib", option="--output")
     require_packages("video", "av", option="--output")
+    if arguments.video:
+        with _sigterm_as_interrupt():
+            show_world(arguments.output, arguments.ticks, stays=_stays(arguments))
+        return OK
     output, started = arguments.output, time.monotonic()
     checkpoint = output / "checkpoint"
     with spinner("writing a tiny checkpoint"):

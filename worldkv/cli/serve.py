@@ -170,7 +170,8 @@ def run(arguments: argparse.Namespace) -> int:
         for line in describe_model(app, arguments.checkpoint):
             print(f"  {line}")
         if app.random_weights:
-            print("  NOTE       random weights: they have learned nothing, and no robot should follow them")
+            use = "no robot should follow them" if app.speaks == "robots" else "their videos show nothing"
+            print(f"  NOTE       random weights: they have learned nothing, and {use}")
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
         print(_where(app.speaks, config, server.port, server.health_port), flush=True)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict, cast
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection
@@ -30,6 +30,17 @@ class ShownBlock:
     made_ms: float
     prompt: str
     words_applied: bool
+
+
+class _Block(TypedDict):
+    """Of the server's message, what is read here."""
+
+    block: int
+    num_frames: int
+    pts: float
+    timings: dict[str, float]
+    prompt: str
+    applied: list[object]
 
 
 class Viewer:
@@ -56,23 +67,18 @@ class Viewer:
             if message["type"] == "error":
                 raise ConnectionLost(str(message["message"]))
             if message["type"] == "block":
+                told = cast("_Block", message)
                 break
         fragment = self._socket.recv(_ANSWER_WITHIN_S)
         assert isinstance(fragment, bytes)
         self._film.write(fragment)
-        self._socket.send(json.dumps({"type": "shown", "block": message["block"]}))
-        return ShownBlock(
-            message["block"],
-            message["num_frames"],
-            message["pts"],
-            message["timings"]["total"],
-            message["prompt"],
-            bool(message["applied"]),
-        )
+        self._socket.send(json.dumps({"type": "shown", "block": told["block"]}))
+        made_ms, applied = told["timings"]["total"], bool(told["applied"])
+        return ShownBlock(told["block"], told["num_frames"], told["pts"], made_ms, told["prompt"], applied)
 
-    def _hear(self) -> dict[str, Any]:
+    def _hear(self) -> dict[str, object]:
         message = self._socket.recv(_ANSWER_WITHIN_S)
-        told: dict[str, Any] = json.loads(message) if isinstance(message, str) else {"type": "bytes"}
+        told: dict[str, object] = json.loads(message) if isinstance(message, str) else {"type": "bytes"}
         return told
 
 

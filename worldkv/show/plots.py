@@ -65,10 +65,10 @@ def plot_actions(
         f"actions of the next {seconds} s. Chunks are white and shaded strips in turn.",
         *([note] if note else []),
     ]
-    figure = _figure(11, 1.3 + 1.8 * rows, "What the robot was told to do, number by number", about)
+    figure = figure_of(11, 1.3 + 1.8 * rows, "What the robot was told to do, number by number", about)
     panels = figure.subplots(rows, 2, sharex=True, squeeze=False).T.ravel()
     for column, (name, axes) in enumerate(zip(names, panels, strict=False)):
-        _style(axes, *_named(name, [chunk[:, column] for chunk in chunks]))
+        style(axes, *_named(name, [chunk[:, column] for chunk in chunks]))
         for start, end in zip(borders[0::2], borders[1::2], strict=False):
             axes.axvspan(start, end, color=_BAND, linewidth=0, zorder=0)
         _draw_answered(axes, [chunk[:, column] for chunk in chunks], borders, rate_hz, gripper="gripper" in name)
@@ -138,7 +138,7 @@ def plot_cache(path: str | Path, records: Sequence[TickRecord], *, window_frames
         f"A window that is full begins anew with its newest frame. Windows that began: {why}.",
         *([note] if note else []),
     ]
-    figure = _figure(11, 6.0, "What is remembered: frames and blocks in the cache after each tick", about)
+    figure = figure_of(11, 6.0, "What is remembered: frames and blocks in the cache after each tick", about)
     frames, blocks = figure.subplots(2, 1, sharex=True, height_ratios=(1.25, 1))
     _draw_frames(frames, records, window_frames)
     _draw_blocks(blocks, records)
@@ -147,7 +147,7 @@ def plot_cache(path: str | Path, records: Sequence[TickRecord], *, window_frames
 
 
 def _draw_frames(axes: Axes, records: Sequence[TickRecord], window_frames: int) -> None:
-    _style(axes, "history of the session, in latent frames", "frames")
+    style(axes, "history of the session, in latent frames", "frames")
     sessions = list(dict.fromkeys(record.session for record in records))
     for index, session in enumerate(sessions):
         mine = [i for i, record in enumerate(records) if record.session == session]
@@ -171,7 +171,7 @@ def _draw_frames(axes: Axes, records: Sequence[TickRecord], window_frames: int) 
 
 
 def _draw_blocks(axes: Axes, records: Sequence[TickRecord]) -> None:
-    _style(axes, "blocks in use in the pool, of all sessions", "blocks")
+    style(axes, "blocks in use in the pool, of all sessions", "blocks")
     used = [record.blocks_used for record in records]
     edges = np.arange(len(records) + 1) - 0.5
     axes.stairs(used, edges, fill=True, color=_SKY, alpha=0.55)
@@ -198,9 +198,9 @@ def plot_latency(
         f"{f'; {lasts}{waits}' if lasts else ''}.",
         *([note] if note else []),
     ]
-    figure = _figure(11, 5.0, "How long each answer took, and what took the time", about)
+    figure = figure_of(11, 5.0, "How long each answer took, and what took the time", about)
     axes = figure.subplots()
-    _style(axes, "", "milliseconds")
+    style(axes, "", "milliseconds")
     bottom = np.zeros(len(records))
     for stage in STAGES:
         heights = [record.timings.get(stage, 0.0) for record in records]
@@ -237,7 +237,7 @@ def _label_bars(axes: Axes, records: Sequence[TickRecord], heights: np.ndarray, 
             axes.text(i, height + 0.06 * top, "new window", ha="center", fontsize=8, color=_RED)
 
 
-def _figure(width: float, height: float, title: str, about: Sequence[str]) -> Figure:
+def figure_of(width: float, height: float, title: str, about: Sequence[str]) -> Figure:
     """An empty figure with a headline and sentences below it; sizes in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -257,7 +257,7 @@ def _figure(width: float, height: float, title: str, about: Sequence[str]) -> Fi
     return figure
 
 
-def _style(axes: Axes, name: str, unit: str) -> None:
+def style(axes: Axes, name: str, unit: str) -> None:
     axes.set_title(name, loc="left", fontsize=10, color=_INK, pad=4)
     axes.set_ylabel(unit, fontsize=9, color=_MUTED)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
