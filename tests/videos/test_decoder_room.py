@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,11 +91,9 @@ def test_a_parked_session_s_decoder_is_on_the_host_and_counted_there(num_blocks:
 
 def clone(state: Any) -> Any:
     """As a copy from another device would be: no tensor is the same object."""
-    stream = VAEStream(
-        state.decoder.num_latent_frames,
-        [tail.clone() if isinstance(tail, torch.Tensor) else tail for tail in state.decoder._tails],
-    )
-    return type(state)(state.prompt_key, state.seed, state.num_blocks, state.recent.clone(), stream)
+    tails = [tail.clone() if isinstance(tail, torch.Tensor) else tail for tail in state.decoder._tails]
+    stream = VAEStream(state.decoder.num_latent_frames, tails)
+    return replace(state, recent=state.recent.clone(), decoder=stream)
 
 
 def test_a_state_that_cannot_be_moved_leaves_the_session_where_it_is() -> None:
@@ -122,4 +121,18 @@ def test_a_state_that_cannot_be_moved_leaves_the_session_where_it_is() -> None:
     assert engine.describe(again).parked
     fails[0] = False
     assert same(run(engine, again, make_request()), expected[1])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("mistake", ["raises", "no number"])
+def test_a_model_that_cannot_say_what_a_state_takes_is_parked_and_goes_on(mistake: str, caplog: Any) -> None:
+    engine = make_engine()
+    session, alike = engine.open_session(), engine.open_session()
+    for each in (session, alike):
+        run(engine, each, make_request())
+    engine.model.state_bytes = lambda state: 1 / 0 if mistake == "raises" else "many"
+    engine.park(session)
+    kv = inside(engine, session).parked.num_bytes
+    assert engine.describe(session).bytes_parked == kv + engine.model.max_state_bytes
+    assert same(run(engine, session, make_request()), run(engine, alike, make_request()))
     engine.shutdown()

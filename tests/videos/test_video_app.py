@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from worldkv.engine.engine import EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_app  # noqa: E402
 from worldkv.models.causal_wan.folder import Choices  # noqa: E402
+from worldkv.models.causal_wan.random import TINY  # noqa: E402
+from worldkv.server.console.stream import jpeg  # noqa: E402
 from worldkv.videos.app import VideoApp, VideoSession  # noqa: E402
 
 
@@ -73,12 +77,16 @@ def test_words_are_part_of_the_session_that_is_forked_restored_and_reset(app: Vi
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"promt": "a"}, "'promt' is not known; a block is asked for with prompt, switch, seed"),
+        ({"promt": "a"}, "'promt' is not known; a block is asked for with prompt, switch, blend_blocks, seed, image"),
         ({"prompt": "  "}, "prompt: expected words"),
         ({"prompt": 7}, "prompt: expected words, got '7'"),
         ({"prompt": "a" * 30_000}, "prompt: expected at most 20000 characters, got 30000"),
         ({"switch": "fade"}, "switch: expected one of 'recache'"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
+        ({"switch": "blend", "blend_blocks": 0}, "blend_blocks: expected a whole number from 1 to 1000, got 0"),
+        ({"image": "no base64!"}, "image: expected a picture's bytes as base64"),
+        ({"image": b"no picture at all"}, "image: expected a picture, as PNG, JPEG or WebP"),
+        ({"image": 7}, "image: expected a picture's bytes, as base64 in a message, got int"),
         ({"seed": True}, "seed: expected a whole number from 0"),
     ],
 )
@@ -87,3 +95,27 @@ def test_what_cannot_be_is_refused_before_a_session_is_touched(
 ) -> None:
     with pytest.raises(BadRequest, match=words):
         app.read(fields)
+
+
+def test_a_world_may_begin_with_a_picture_where_the_model_can(app: VideoApp) -> None:
+    picture = np.zeros((40, 60, 3), dtype=np.uint8)
+    picture[:, :30] = 255
+    data = jpeg(picture)
+    with pytest.raises(BadRequest, match="a single picture starts models of one frame a block"):
+        ask(app, app.open_session(), prompt="a lake", image=data)
+    settings = replace(TINY, frames_per_block=1, window_frames=6, sink_frames=1)
+    framewise = load_app(random_folder(settings), EngineConfig(block_size=16, max_sessions=4), choices=Choices(**SIZE))
+    assert framewise.describe()["begins_with_an_image"]
+    first, other = framewise.open_session(), framewise.open_session()
+    begun = ask(framewise, first, prompt="a lake", image=base64.b64encode(data).decode()).block
+    assert begun.frames.shape[0] == 5, "the picture, and a block"
+    assert (begun.first_frame, begun.number) == (0, 0)
+    following = ask(framewise, first).block
+    assert (following.first_frame, len(following.frames)) == (5, 4)
+    alone = ask(framewise, other, prompt="a lake").block
+    assert (alone.first_frame, len(alone.frames)) == (0, 1)
+    assert ask(framewise, other).block.first_frame == 1
+    with pytest.raises(BadRequest, match="before its first frame"):
+        ask(framewise, first, image=data)
+    framewise.close()
+    framewise.engine.shutdown()

@@ -6,7 +6,8 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from worldkv.cli.common import add_checkpoint, add_engine_options, describe_model, load_app_for
 from worldkv.cli.errors import OK, UsageError
@@ -14,7 +15,7 @@ from worldkv.cli.numbers import seconds, whole
 from worldkv.cli.places import add_output
 from worldkv.show.terminal import Step, progress
 from worldkv.show.video import write_video
-from worldkv.words import count
+from worldkv.words import count, reason
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar=("SECOND", "TEXT"),
         help="other words from that second on; repeatable",
     )
+    image = "what it begins with: png, jpeg or webp; for models of one latent frame a block (words alone)"
+    parser.add_argument("--image", type=Path, metavar="FILE", help=image)
     parser.add_argument("--seconds", type=seconds, default=5.0, metavar="N", help="of video, at least (5)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), default=0, metavar="N", help="of the noise (0)")
     parser.add_argument(
@@ -56,10 +59,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    changes = _changes(arguments)
+    changes, image = _changes(arguments), _image(arguments)
     app = cast("VideoApp", load_app_for(arguments, max_sessions=1, only_family="causal_wan"))
     try:
-        requests = _plan(app, arguments, changes)
+        requests = _plan(app, arguments, changes, image)
         for line in describe_model(app, arguments.checkpoint):
             print(line)
         if app.random_weights:
@@ -75,6 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     for line in made.switches:
         print(f"  {line}")
     return OK
+
+
+Asked: TypeAlias = dict[str, str | int | bytes]  # fields of a block's request
 
 
 @dataclass
@@ -110,9 +116,19 @@ def _changes(arguments: argparse.Namespace) -> list[tuple[float, str]]:
     return sorted(changes)
 
 
+def _image(arguments: argparse.Namespace) -> bytes | None:
+    """Raises UsageError."""
+    if arguments.image is None:
+        return None
+    try:
+        return cast("Path", arguments.image).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--image: {reason(error)}") from None
+
+
 def _plan(
-    app: VideoApp, arguments: argparse.Namespace, changes: Sequence[tuple[float, str]]
-) -> list[dict[str, str | int]]:
+    app: VideoApp, arguments: argparse.Namespace, changes: Sequence[tuple[float, str]], image: bytes | None
+) -> list[Asked]:
     """What is asked of each block. Raises UsageError where the video is longer than the model's window lets it be."""
     wanted = arguments.seconds * app.frames_per_second
     longest = app.most_frames
@@ -121,10 +137,16 @@ def _plan(
             f"--seconds: this model sees all its past, and ends with {longest / app.frames_per_second:.2f} s; ask for "
             f"no more, or let its past leave with --window-frames {app.window_frames}"
         )
-    requests: list[dict[str, str | int]] = [{"prompt": arguments.prompt, "seed": arguments.seed}]
+    requests: list[Asked] = [{"prompt": arguments.prompt, "seed": arguments.seed}]
     num_frames, left = app.frames_of_first_block, list(changes)
+    if image is not None:
+        if not app.begins_with_an_image:
+            raise UsageError(
+                "--image: a single picture begins models of one latent frame a block, which this one is not"
+            )
+        requests[0]["image"], num_frames = image, 1 + app.frames_per_block
     while num_frames < wanted:
-        request: dict[str, str | int] = {}
+        request: Asked = {}
         while left and left[0][0] * app.frames_per_second <= num_frames:
             request = {"prompt": left.pop(0)[1], "switch": arguments.switch}
         requests.append(request)
@@ -134,7 +156,7 @@ def _plan(
     return requests
 
 
-def _frames(app: VideoApp, requests: Sequence[dict[str, str | int]], made: _Made, step: Step) -> Iterator[np.ndarray]:
+def _frames(app: VideoApp, requests: Sequence[Asked], made: _Made, step: Step) -> Iterator[np.ndarray]:
     session = app.open_session()
     for number, request in enumerate(requests):
         began = time.perf_counter()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
+from worldkv.errors import ModelError
 from worldkv.models.base import KeepsTensors
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
+
+
+logger = logging.getLogger(__name__)
 
 
 class States:
@@ -15,16 +20,26 @@ class States:
 
     def __init__(self, model: object, cache: KVCache) -> None:
         self._keeper = model if isinstance(model, KeepsTensors) else None
+        self._most = 0 if self._keeper is None else self._keeper.max_state_bytes
+        if not isinstance(self._most, int) or self._most < 0:
+            raise ModelError(f"{type(model).__name__}.max_state_bytes: expected bytes, got {self._most!r}")
         self._device = cache.storage.device
         self._block_bytes = cache.storage.num_bytes // cache.storage.num_blocks
 
     @property
     def blocks_per_session(self) -> int:
         """Blocks that take as much memory as one session's state at most."""
-        return 0 if self._keeper is None else -(-self._keeper.max_state_bytes // self._block_bytes)
+        return -(-self._most // self._block_bytes)
 
     def num_bytes(self, state: object) -> int:
-        return 0 if self._keeper is None else self._keeper.state_bytes(state)
+        """The most that it may be where the model cannot say: this is asked where nobody could be told of a mistake."""
+        if self._keeper is None:
+            return 0
+        try:
+            return int(self._keeper.state_bytes(state))
+        except Exception:
+            logger.exception("%s.state_bytes failed; the most is taken for it", type(self._keeper).__name__)
+            return self._most
 
     def to_host(self, state: object) -> object:
         """On any thread, and within `KVStorage.aside`: it waits for what made it."""

@@ -199,7 +199,7 @@ class Stream:
         require_encoder()
         if start.prompt is None and start.session_id is None and start.from_mark is None:
             raise BadRequest("prompt: a new world begins with words")
-        request = await self._read(start.prompt, start.switch, start.seed)
+        request = await self._read(start.prompt, start.switch, start.seed, start.image)
         await self._leave("another one is started")
         world = self._worlds.of(await self._entry(start))
         if world.stream is not None:
@@ -237,8 +237,10 @@ class Stream:
         seed = before.request.seed if new.seed is None else new.seed
         self._coming = _Coming(replace(new, seed=seed), (*before.ids, message.id))
 
-    async def _read(self, prompt: str | None, switch: str | None, seed: int | None) -> VideoRequest:
-        given = {"prompt": prompt, "switch": switch, "seed": seed}
+    async def _read(
+        self, prompt: str | None, switch: str | None, seed: int | None, image: str | None = None
+    ) -> VideoRequest:
+        given = {"prompt": prompt, "switch": switch, "seed": seed, "image": image}
         fields = {name: value for name, value in given.items() if value is not None}
         return cast("VideoRequest", await self._service.in_thread(self._service.app.read, fields))
 

@@ -48,7 +48,7 @@ class VideoReply(Reply):
 class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
     """Serves one causal video model. Thread-safe; whoever made the engine shuts it down.
 
-    Its sessions take a VideoRequest: `prompt`, `switch`, `seed`.
+    Its sessions take a VideoRequest: see there.
     """
 
     speaks: ClassVar[str] = "videos"
@@ -70,6 +70,11 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
     def frames_per_block(self) -> int:
         """Pictures that a block lasts a viewer; a session's first has 3 fewer."""
         return 4 * self.maker.model.config.blocks.frames_per_block
+
+    @property
+    def begins_with_an_image(self) -> bool:
+        """Whether a single picture is a beginning: of models with one latent frame a block."""
+        return self.maker.model.config.blocks.frames_per_block == 1
 
     @property
     def frames_of_first_block(self) -> int:
@@ -100,6 +105,7 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
             "frames_per_second": FRAMES_PER_SECOND,
             "frames_per_block": self.frames_per_block,
             "switches": list(get_args(PromptSwitch)),
+            "begins_with_an_image": self.begins_with_an_image,
             "max_prompt_characters": MAX_PROMPT_CHARACTERS,
             "random_weights": self.random_weights,
         }

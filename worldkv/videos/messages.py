@@ -14,7 +14,7 @@ from worldkv.wire import normalise_session_id
 Format = Literal["jpeg", "mp4"]
 Pace = Literal["live", "fast"]
 
-MAX_MESSAGE_CHARACTERS = 64 * 1024  # JSON may write a prompt's characters as six each; few do
+MAX_MESSAGE_CHARACTERS = 1 << 20  # of a known sender's: an image of 768 KiB; no model sees more pixels than that
 MAX_FORKS = 4
 _MAX_ID_CHARACTERS = 200
 _MAX_NAME_CHARACTERS = 100
@@ -35,6 +35,7 @@ class Start:
     from_mark: str | None = None
     num_frames: int | None = None
     acknowledges: bool = True
+    image: str | None = None  # base64 of a file: what a new world begins with
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _start(fields: Fields) -> Start:
         prompt=None if fields.get("prompt") is None else _text(fields, "prompt"),
         switch=_switch(fields),
         seed=_seed(fields),
+        image=None if fields.get("image") is None else _text(fields, "image"),
         format="mp4" if _one_of(fields, "format", get_args(Format)) == "mp4" else "jpeg",
         session_id=None if name is None else normalise_session_id(name),
         pace="fast" if _one_of(fields, "pace", get_args(Pace)) == "fast" else "live",
@@ -203,7 +205,7 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
 
 # Type of a message -> the fields that it may have, and what reads them.
 _READERS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], Message]]] = {
-    "start": (("key", "prompt", "switch", "seed", "format", "session_id", "pace", "from_mark"), _start),
+    "start": (("key", "prompt", "switch", "seed", "image", "format", "session_id", "pace", "from_mark"), _start),
     "prompt": (("prompt", "switch", "seed", "id"), _prompt),
     "play": ((), lambda _: Play()),
     "pause": ((), lambda _: Pause()),

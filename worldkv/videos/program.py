@@ -76,15 +76,15 @@ class VideoMaker:
         if prompt is None:
             raise BadRequest("prompt: the first block of a session needs one")
         token_ids, mask = yield OnHost(partial(self._tokenizer.encode, prompt), "preprocess")
-        request = BlockRequest(token_ids, mask, inputs.switch, seed=inputs.seed)
+        request = BlockRequest(token_ids, mask, inputs.switch, inputs.blend_blocks, inputs.seed, clip=inputs.clip)
         outcome = yield from self.model.program(kv, state.model, request)
-        block, first_latent = outcome.result, outcome.result.first_frame
+        block = outcome.result
         assert block.video is not None, "loaded with decodes=False"
         copy = HostCopy(_pixels(block.video))
         frames = yield OnHost(lambda: frames_of(copy.numpy()), "postprocess")
         result = VideoBlock(
             frames,
-            0 if first_latent == 0 else 4 * first_latent - 3,
+            4 * (block.first_frame + block.latents.shape[1]) - 3 - len(frames),
             outcome.state.num_blocks - 1,
             prompt,
             prompt != state.prompt,

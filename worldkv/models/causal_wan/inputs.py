@@ -17,7 +17,7 @@ from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.encoders import VAEStream
 
 PromptSwitch = Literal["recache", "keep", "blend"]
-_MAX_BLEND_BLOCKS = 1000
+MAX_BLEND_BLOCKS = 1000
 _MAX_PIXELS = 8192  # of a side; and pictures of a clip
 
 
@@ -134,8 +134,8 @@ def check_request(config: CausalWanConfig, request: BlockRequest, num_frames: in
     if request.switch not in get_args(PromptSwitch):
         raise BadRequest(f"switch: expected 'recache', 'keep' or 'blend', got {request.switch!r}")
     blocks = request.blend_blocks
-    if type(blocks) is not int or not 1 <= blocks <= _MAX_BLEND_BLOCKS:
-        raise BadRequest(f"blend_blocks: expected 1 to {_MAX_BLEND_BLOCKS}, got {blocks!r}")
+    if type(blocks) is not int or not 1 <= blocks <= MAX_BLEND_BLOCKS:
+        raise BadRequest(f"blend_blocks: expected 1 to {MAX_BLEND_BLOCKS}, got {blocks!r}")
     if request.seed is not None and not 0 <= request.seed < 2**63:
         raise BadRequest(f"seed: expected 0 to 2^63 - 1, got {request.seed}")
     per_block = config.blocks.frames_per_block

@@ -23,10 +23,12 @@ export class Studio {
     this.number = 0;
     this.prompt = el("textarea", { rows: "2", placeholder: "a world in words", "aria-label": "a world in words", required: true, maxlength: "20000" });
     this.seed = el("input", { type: "number", min: "0", step: "1", placeholder: "any", "aria-label": "seed", title: "the same words and seed are the same world" });
+    this.image = el("input", { type: "file", accept: "image/png,image/jpeg,image/webp", "aria-label": "start image" });
     this.begin = el("button", { class: "primary" }, "Begin");
     this.note = el("p", { class: "muted" });
     this.form = el("form", { class: "begin", onsubmit: (event) => this.submit(event) }, this.prompt,
-      el("div", { class: "side" }, el("label", {}, "Seed", this.seed), this.begin));
+      el("div", { class: "side" }, el("label", {}, "Seed", this.seed),
+        this.feed.hello?.about.begins_with_an_image ? el("label", { title: "the world's first picture" }, "Image", this.image) : "", this.begin));
     this.examples = el("p", { class: "muted examples" }, "for instance ", EXAMPLES.map((words, number) => [
       number ? " · " : "", el("button", { class: "link", type: "button", onclick: () => { this.prompt.value = words; this.prompt.focus(); } }, words)]).flat());
     this.others = el("p", { class: "muted" });
@@ -55,14 +57,28 @@ export class Studio {
     for (const player of this.players) player.pause();
   }
 
-  submit(event) {
+  async submit(event) {
     event.preventDefault();
     const prompt = this.prompt.value.trim();
     if (!prompt || this.isFull(1)) return;
     const seed = this.seed.value === "" ? Math.floor(Math.random() * 2 ** 31) : Number(this.seed.value);
     for (const player of this.players) player.pause();
-    this.add(`World ${++this.number}`, { prompt, seed }, null);
-    this.note.textContent = "";
+    const file = this.image.files[0];
+    try {
+      const image = file ? { image: await this.smaller(file) } : {};
+      this.add(`World ${++this.number}`, { prompt, seed, ...image }, null);
+      this.note.textContent = "";
+    } catch {
+      this.note.textContent = `${file.name} cannot be read as a picture.`;
+    }
+  }
+
+  // As large as the model sees it, as base64 of a JPEG: it is resized to that in any case.
+  async smaller(file) {
+    const { width, height } = this.feed.hello.about;
+    const canvas = el("canvas", { width, height });
+    canvas.getContext("2d").drawImage(await createImageBitmap(file), 0, 0, width, height);
+    return canvas.toDataURL("image/jpeg", 0.95).split(",")[1];
   }
 
   isFull(more) {
