@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from causal import SIZE, random_folder
+from causal import SIZE, TINY, random_folder
 from console_page import call
 from server_fakes import eventually, http_get
 from websockets.exceptions import ConnectionClosed
@@ -17,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from worldkv.engine.engine import EngineConfig
 from worldkv.load import load_app
+from worldkv.models.causal_wan.config import CausalSettings
 from worldkv.models.causal_wan.folder import Choices
 from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.videos.app import VideoApp
@@ -26,9 +27,9 @@ __all__ = ["Block", "Viewer", "call", "expected", "same", "serving", "video_app"
 PATIENCE_S = 30.0
 
 
-def video_app(**options: Any) -> VideoApp:
+def video_app(settings: CausalSettings = TINY, **options: Any) -> VideoApp:
     config = EngineConfig(block_size=16, **{"max_sessions": 8, **options})
-    app = load_app(random_folder(), config, choices=Choices(**SIZE))
+    app = load_app(random_folder(settings), config, choices=Choices(**SIZE))
     assert isinstance(app, VideoApp)
     return app
 
