@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -14,13 +15,17 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
 
+from causal import random_folder
 from engines import random_checkpoint
+from server_fakes import eventually, http_get
 
 from worldkv.cli.main import main
 from worldkv.client import PolicyClient
 from worldkv.demo.server_process import ServerProcess
 from worldkv.demo.synthetic import SyntheticArm
+from worldkv.demo.viewer import viewer
 from worldkv.errors import EngineStopped
+from worldkv_client.console import console_feed
 
 
 def is_running(pid: int) -> bool:
@@ -129,3 +134,33 @@ def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["serve", "--checkpoint", str(random_checkpoint("ti2v")), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_videos_are_served_beside_robots_by_one_process_and_each_page_leads_to_the_other(tmp_path: Path) -> None:
+    arm, log = SyntheticArm(), tmp_path / "server.log"
+    options = ["--also", str(random_folder()), "--height", "32", "--width", "48", "--max-sessions", "2"]
+    options += ["--device", "cpu", "--block-size", "16", "--steps", "8"]
+    with ServerProcess(random_checkpoint("ti2v"), log, options) as server, (tmp_path / "film.mp4").open("wb") as film:
+        server.wait_until_ready()
+        found = re.search(r"^also on port (\d+)", log.read_text(), re.MULTILINE)
+        assert found is not None
+        port = int(found[1])
+        eventually(lambda: http_get(port, "/healthz")[0] == 200, 60)
+        with viewer(port, film) as watching, PolicyClient(port=server.port) as robot:
+            watching.start("a lake", "world")
+            for number in range(3):
+                arm.execute(np.array(robot.infer(arm.observe())))
+                assert watching.block().number == number
+        for asked, other, serves in ((server.port, port, "video"), (port, server.port, "robots")):
+            with console_feed(f"ws://127.0.0.1:{asked}") as (_, hello):
+                assert hello["beside"] == [{"serves": serves, "port": other}]
+    assert server.exit_code == 0
+    assert "Traceback" not in log.read_text()
+
+
+def test_two_models_on_a_gpu_are_told_how_many_sessions_each_has(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["serve", str(random_checkpoint("ti2v")), "--also", str(random_folder()), "--port", "0"]
+    assert main(command) == 2
+    assert "--max-sessions: expected a number beside --also" in capsys.readouterr().err
+    assert main([*command[:3], "no-such-folder", "--port", "0"]) == 2
+    assert "no-such-folder" in capsys.readouterr().err

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from worldkv.app import AnyApp
+    from worldkv.engine.sharing import SharedDevice
     from worldkv.models.dreamzero.checkpoint import Checkpoint
     from worldkv.robots.policy import Policy
 
@@ -231,7 +232,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None, only_family: str | None = None) -> AnyApp:
+def load_app_for(
+    arguments: argparse.Namespace,
+    *,
+    max_sessions: int | None,
+    only_family: str | None = None,
+    shared: SharedDevice | None = None,
+) -> AnyApp:
     """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
     from worldkv.cli.preflight import check_attention, check_engine_options, check_memory
@@ -274,6 +281,7 @@ def load_app_for(arguments: argparse.Namespace, *, max_sessions: int | None, onl
             dtype=dtype,
             precision=arguments.precision,
             progress=step,
+            shared=shared,
             **own,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,13 @@ from worldkv.cli.common import (
     add_checkpoint,
     add_engine_options,
     describe_model,
-    load_app_for,
 )
 from worldkv.cli.errors import OK
 from worldkv.cli.numbers import gigabytes, real, seconds, session_count, whole
 from worldkv.cli.places import add_place
+from worldkv.cli.serve_also import check_also, loaded, serve_also
+from worldkv.cli.video import alone
+from worldkv.engine.sharing import SharedDevice
 from worldkv.server.config import ServerConfig
 from worldkv.server.logs import LISTENING, set_up_logging
 
@@ -38,6 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default=ServerConfig.host, help="address to listen on; beyond loopback --api-key is needed"
     )
+    also = "another checkpoint, on the same device and the next port: videos beside robots; who is due first goes first"
+    parser.add_argument("--also", type=Path, metavar="DIR", help=f"{also} (none)")
     port = ServerConfig.port
     parser.add_argument(
         "--port",
@@ -127,27 +132,12 @@ def run(arguments: argparse.Namespace) -> int:
     from worldkv.cli.preflight import check_before_loading, require_packages
     from worldkv.server import memory
 
-    config = ServerConfig(
-        host=arguments.host,
-        port=arguments.port,
-        api_key=arguments.api_key,
-        episode_gap_s=arguments.episode_gap,
-        session_grace_s=arguments.session_grace,
-        session_idle_s=arguments.session_idle,
-        max_sessions=arguments.max_sessions_per_key,
-        max_connections=arguments.max_sockets_per_key,
-        max_snapshots=arguments.max_snapshots_per_key,
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        allowed_hosts=tuple(arguments.allowed_host),
-        allowed_origins=tuple(arguments.allowed_origin),
-        health_port=arguments.health_port,
-        max_sockets_per_address=arguments.max_sockets_per_address,
-        max_sockets=arguments.max_sockets,
-    )
+    config = _config(arguments)
     require_packages("server", "uvicorn", "fastapi", "websockets")
     set_up_logging(arguments.log_format)
     memory.use_few_heaps()
+    if arguments.also is not None:
+        check_also(arguments)
     with ExitStack() as ends:
         listening, tracer = check_before_loading(arguments, config, ends)
         health = None
@@ -155,9 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
             from worldkv.server.health import HealthServer
 
             health = ends.enter_context(HealthServer(config.host, config.health_port))
-        app = load_app_for(arguments, max_sessions=arguments.max_sessions)
-        ends.callback(app.engine.shutdown)
-        ends.callback(app.close)
+        if arguments.also is None:
+            app = loaded(arguments, ends, None)
+        else:
+            shared, port = SharedDevice(), listening[0].getsockname()[1]
+            config = replace(config, beside=(serve_also(arguments, config, port, ends, shared),))
+            app = loaded(alone(arguments, arguments.checkpoint, arguments.also), ends, shared)
         if arguments.record is not None:
             app.record(arguments.record, _about(app, arguments), 1e9 * arguments.record_limit_gb)
 
@@ -179,6 +172,27 @@ def run(arguments: argparse.Namespace) -> int:
             server.run()
         print("stopped; every session was closed", flush=True)
     return OK
+
+
+def _config(arguments: argparse.Namespace) -> ServerConfig:
+    return ServerConfig(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=arguments.api_key,
+        episode_gap_s=arguments.episode_gap,
+        session_grace_s=arguments.session_grace,
+        session_idle_s=arguments.session_idle,
+        max_sessions=arguments.max_sessions_per_key,
+        max_connections=arguments.max_sockets_per_key,
+        max_snapshots=arguments.max_snapshots_per_key,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        allowed_hosts=tuple(arguments.allowed_host),
+        allowed_origins=tuple(arguments.allowed_origin),
+        health_port=arguments.health_port,
+        max_sockets_per_address=arguments.max_sockets_per_address,
+        max_sockets=arguments.max_sockets,
+    )
 
 
 def _about(app: AnyApp, arguments: argparse.Namespace) -> dict[str, object]:

@@ -55,6 +55,21 @@ def command_family(folder: Path, known: Collection[str]) -> str:
     return family
 
 
+def kind_of(folder: Path) -> str:
+    """What a folder's model is for, in a word."""
+    return _FAMILIES[command_family(folder, _FAMILIES)][0]
+
+
+def alone(arguments: argparse.Namespace, folder: Path, beside: Path) -> argparse.Namespace:
+    """The options of one of two checkpoints that are served together: without those that only the other one takes."""
+    own, other = (command_family(each, _FAMILIES) for each in (folder, beside))
+    mine = argparse.Namespace(**{**vars(arguments), "checkpoint": folder})
+    if own != other:
+        for name in _FAMILIES[own][1]:
+            setattr(mine, name, None)
+    return mine
+
+
 def expect_options_of(family: str, arguments: argparse.Namespace) -> None:
     """Raises UsageError for an option that this family's folders do not take."""
     what, others = _FAMILIES.get(family, ("", ()))

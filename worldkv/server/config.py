@@ -15,6 +15,14 @@ _COUNTS = ("max_connections", "max_sessions", "max_snapshots", "max_requests", "
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Another server on the same host. `serves`: in a word."""
+
+    serves: str
+    port: int
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """Raises ValueError, naming the field, for a value that makes no sense or is not safe.
 
@@ -36,6 +44,7 @@ class ServerConfig:
     `session_idle_s`: how long any session lives without a request, and a snapshot that nobody asks for.
     `episode_gap_s`: a session that was silent for longer starts a new history; None: it does not.
     `max_video_bytes`: of what was shown of a session, kept on disk for who downloads it; 0: nothing is kept.
+    `beside`: servers in the same process, which its page leads to.
     `request_timeout_s`: how long a request may take, waiting for warm-up included.
     """
 
@@ -60,6 +69,7 @@ class ServerConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     health_port: int | None = None
+    beside: tuple[Beside, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.host:

@@ -45,6 +45,7 @@ def hello(service: Service) -> dict[str, Any]:
         "records": app.recorder is not None,
         "keys": service.config.api_key is not None,
         "app": app.speaks,
+        "beside": [{"serves": each.serves, "port": each.port} for each in service.config.beside],
         "name": app.name,
         "about": app.describe(),
     }

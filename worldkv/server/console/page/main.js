@@ -34,6 +34,8 @@ function greet() {
   places.all = shows ? "#/sessions" : "#/";
   document.getElementById("places").hidden = !shows;
   document.body.dataset.app = feed.hello.app;
+  document.getElementById("beside").replaceChildren(...(feed.hello.beside ?? []).map(({ serves, port }) =>
+    el("a", { href: `${location.protocol}//${location.hostname}:${port}/`, title: "served beside, on the same device" }, serves)));
   if (shows) studio ??= new Studio(feed);
   route();
 }
