@@ -156,3 +156,59 @@ def test_robots_and_videos_beside_each_other_compute_what_each_computes_alone() 
         assert torch.equal(tick.result(60).result.video_latents, ticks[number].video_latents)
     for engine in (video_alone, robot_alone, videos, robots):
         engine.shutdown()
+
+
+def test_an_urgent_tick_is_not_held_up_by_what_its_own_engine_waits_for() -> None:
+    """A tick without haste waits for the device; one that comes after it, and is due before the other engine's, goes
+    between two of that engine's batches."""
+    device, order = SharedDevice(), []
+    robots, videos = (make_toy_engine(ToyModel("slide"), max_sessions=3, shared=device) for _ in range(2))
+    for engine, name in ((robots, "robot"), (videos, "video")):
+        forward = engine.model.forward
+
+        def counted(cache: Any, rows: Any, name: str = name, forward: Any = forward) -> Any:
+            order.extend((name, row.inputs.tick.number) for row in rows[:1])
+            return forward(cache, rows)
+
+        engine.model.forward = counted
+    patient, robot, viewer = robots.open_session(), robots.open_session(), videos.open_session()
+    held = ToyInputs(1.0, hold=threading.Event())
+    begun = videos.submit(viewer, held, time.perf_counter() + 1.0)
+    assert held.held.wait(10)
+    late = robots.submit(patient, ToyInputs(2.0))
+    time.sleep(0.1)  # it waits for the device
+    urgent = robots.submit(robot, ToyInputs(3.0), time.perf_counter() + 0.2)
+    time.sleep(0.1)
+    assert held.hold is not None
+    held.hold.set()
+    for future in (begun, late, urgent):
+        future.result(10)
+    assert order.index(("robot", 3.0)) == 1, f"the urgent tick came after the other engine's: {order}"
+    for engine in (robots, videos):
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("asks", ["open", "shutdown"])
+def test_who_waits_for_the_device_hears_its_messages(asks: str) -> None:
+    device = SharedDevice()
+    busy, waits = (make_toy_engine(ToyModel("slide"), max_sessions=2, shared=device) for _ in range(2))
+    one, other = busy.open_session(), waits.open_session()
+    held = ToyInputs(1.0, hold=threading.Event())
+    begun = busy.submit(one, held)
+    assert held.held.wait(10)
+    waiting = waits.submit(other, ToyInputs(1.0))
+    time.sleep(0.1)
+    asked = in_thread(waits.open_session if asks == "open" else waits.shutdown)
+    asked.join(5)
+    answered = not asked.is_alive()
+    assert held.hold is not None
+    held.hold.set()
+    assert begun.result(10).result.averages
+    assert answered, f"{asks} waited for another engine's batch"
+    if asks == "open":
+        assert waiting.result(10).result.averages
+    else:
+        with pytest.raises(EngineStopped):
+            waiting.result(10)
+    for engine in (busy, waits):
+        engine.shutdown()

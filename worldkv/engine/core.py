@@ -77,7 +77,7 @@ class EngineCore:
         self.model, self.cache, self.config, self.executor = model, cache, config, executor
         self.observer = observer
         self._device = device or SharedDevice()  # with nobody else
-        self.inbox = Inbox()
+        self.inbox = Inbox(self._device.wake)
         self.sessions: dict[SessionHandle, Session] = {}
         self.names: dict[str, SessionHandle] = {}  # of open sessions
         self.snapshots: dict[SnapshotHandle, Snapshot] = {}
@@ -128,8 +128,9 @@ class EngineCore:
         self.residency.settle()  # claims on room; a granted tick begins
         self.publish()
 
-        with self._device.turn(self, self.scheduler.due(self.ticks)):
-            batch = self.scheduler.next_batch(self.ticks)
+        due = None if self.stopping else self.scheduler.due(self.ticks)
+        with self._device.turn(self, due, lambda: self.inbox.has_letters) as is_ours:
+            batch = self.scheduler.next_batch(self.ticks) if is_ours else []
             for tick, result in zip(batch, self._results(batch), strict=True):
                 self._advance(tick, result)
         self.operations.park_idle()

@@ -141,14 +141,20 @@ class Letter:
 
 
 class Inbox:
-    """Messages in the order in which they came."""
+    """Messages in the order in which they came. `told` is called, on the sender's thread, once another one is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
         self._letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+        self._told = told
+
+    @property
+    def has_letters(self) -> bool:
+        return not self._letters.empty()
 
     def put(self, message: Message) -> Future[object]:
         letter = Letter(message)
         self._letters.put(letter)
+        self._told()
         return letter.answer
 
     def forward(self, future: Future[T], report: Callable[[Future[T]], None]) -> None:
@@ -157,7 +163,10 @@ class Inbox:
         `report` must not hold the future: a future keeps its callbacks, and with them all that they hold (parked K/V,
         say) until the next search for cycles.
         """
-        future.add_done_callback(lambda done: self._letters.put(Letter(HostDone(partial(report, done)))))
+        future.add_done_callback(lambda done: self._return(partial(report, done)))
+
+    def _return(self, function: Callable[[], None]) -> None:
+        self.put(HostDone(function))
 
     def take(self, wait_s: float) -> list[Letter]:
         """All messages so far. Waits up to `wait_s` seconds for a first one."""

@@ -8,7 +8,7 @@ its batches an engine keeps its place, so that a tick is not stretched by anothe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,24 +21,35 @@ class SharedDevice:
         self._holder: object = None
 
     @contextmanager
-    def turn(self, engine: object, due: float | None) -> Iterator[None]:
+    def turn(self, engine: object, due: float | None, is_called: Callable[[], bool] = lambda: False) -> Iterator[bool]:
         """In the `with` no other engine uses the device. Waits until no other's tick is due before `due`, in seconds of
-        time.perf_counter; None: this engine has no work, waits for nobody and uses nothing."""
+        time.perf_counter; None: this engine has no work, waits for nobody and uses nothing.
+
+        Brings whether the device is this engine's now. It is not where the wait was given up since `is_called`, which
+        is asked at each `wake`; the engine keeps its place.
+        """
+        is_ours = False
         with self._changed:
             if due is None:
                 self._leave(engine)
             else:
                 self._due[engine] = due
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._holder is None and self._is_first(engine))
-                self._holder = engine
+                self._changed.wait_for(lambda: self._can_begin(engine) or is_called())
+                is_ours = self._can_begin(engine)
+                self._holder = engine if is_ours else self._holder
         try:
-            yield
+            yield is_ours
         finally:
-            if due is not None:
+            if is_ours:
                 with self._changed:
                     self._holder = None
                     self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits looks again whether it is called."""
+        with self._changed:
+            self._changed.notify_all()
 
     def leave(self, engine: object) -> None:
         """The engine waits for work, or ends: nobody waits for it. Safe twice."""
@@ -49,6 +60,6 @@ class SharedDevice:
         if self._due.pop(engine, None) is not None:
             self._changed.notify_all()
 
-    def _is_first(self, engine: object) -> bool:
-        """Of two that are due at once the one that was there first."""
-        return min(self._due, key=lambda each: self._due[each]) is engine
+    def _can_begin(self, engine: object) -> bool:
+        """Of two that are due at once the one that was there first goes first."""
+        return self._holder is None and min(self._due, key=lambda each: self._due[each]) is engine
