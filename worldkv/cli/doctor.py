@@ -99,6 +99,11 @@ def _reach(route: Route, api_key: str | None, report: Report) -> dict[str, Any] 
         return None
     report.good("server", f"is ready; a small request takes {statistics.median(times):.1f} ms")
     status, contract = _get(route, "/v1/embodiment", api_key)
+    if status == 404 and (videos := _videos_of(route, api_key)) is not None:
+        report.good("key", "is the right one")
+        page = route.address.http("/")
+        report.fail("robot", f"none is served here: it makes videos of {videos}, see {page}; ask a robot's server")
+        return None
     if status != 200:
         said = contract.get("message", contract) if isinstance(contract, Mapping) else contract
         report.fail("key", f"answers {status}: {said}" + ("; give --api-key" if status == 401 else ""))
@@ -114,6 +119,15 @@ def _reach(route: Route, api_key: str | None, report: Report) -> dict[str, Any] 
     tell("room", f"for {count(room, 'more session')}" + ("" if room else ": idle ones are parked, or you are refused"))
     _show(contract, report)
     return contract
+
+
+def _videos_of(route: Route, api_key: str | None) -> str | None:
+    """What a server of videos makes, in words; None: it is none."""
+    status, app = _get(route, "/v1/app", api_key)
+    if status != 200 or not isinstance(app, Mapping) or app.get("speaks") != "videos":
+        return None
+    about = app["about"]
+    return f"{about['width']} x {about['height']} at {about['frames_per_second']} frames a second"
 
 
 def _show(contract: Mapping[str, Any], report: Report) -> None:
