@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -13,9 +14,10 @@ pytest.importorskip("diffusers")
 
 from engines import inside, make_engine, make_inputs  # noqa: E402
 from server_fakes import eventually  # noqa: E402
+from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.errors import AdmissionRefused  # noqa: E402
+from worldkv.errors import AdmissionRefused, SessionEnded  # noqa: E402
 
 
 def ticks(engine: Engine, session: Any, first: int, count: int) -> list[Any]:
@@ -198,4 +200,35 @@ def test_a_machine_that_pins_nothing_serves_on(caplog: pytest.LogCaptureFixture)
     engine.core.cache.storage.pin_ahead = fails  # type: ignore[method-assign]
     engine.submit(engine.open_session(), make_inputs(engine, 0, 1)).result()
     eventually(lambda: "no host memory could be pinned ahead for parking: out of locked memory" in caplog.text)
+    engine.shutdown()
+
+
+def test_a_reset_waits_for_the_copy_that_begins_where_another_ends() -> None:
+    """A tick brings its session back; parking it and a reset wait for that copy. Parking is a copy again: were the
+    history dropped during it, the engine would die of that."""
+    engine = make_toy_engine(ToyModel("slide"), max_sessions=2)
+    session = engine.open_session()
+    engine.submit(session, ToyInputs(1.0)).result(10)
+    engine.park(session)
+    may_copy, executor = threading.Event(), engine.core.executor
+    on_host = executor.on_host
+
+    def slow(function: Any) -> Any:
+        return on_host(lambda: (may_copy.wait(10), function())[1])
+
+    executor.on_host = slow  # type: ignore[method-assign]
+    coming = engine.submit(session, ToyInputs(2.0))
+    while engine.inspect(lambda core: core.residency.oldest_copy) is None:
+        time.sleep(0.01)
+    parked, reset = engine.begin_park(session), engine.reset(session)
+    engine.inspect(lambda core: None)
+    may_copy.set()
+    with pytest.raises(SessionEnded):
+        coming.result(10)
+    assert parked.result(10) is None
+    assert reset.result(10) is None
+    info = engine.describe(session)
+    assert (info.num_chunks, info.num_blocks, info.parked) == (0, 0, False)
+    assert engine.submit(session, ToyInputs(3.0)).result(10).result.averages
+    assert engine.health().ready
     engine.shutdown()

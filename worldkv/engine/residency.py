@@ -287,7 +287,7 @@ class Residency:
         transfer.finish(error)
         self._touch(session)
         for change in transfer.afterwards:
-            change()
+            session.when_settled(change)  # one of them may have begun another copy
 
     def _num_coming(self) -> int:
         return sum(transfer.num_blocks_coming for transfer in self._transfers)
