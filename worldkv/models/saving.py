@@ -59,7 +59,7 @@ def _save(value: object, where: str, tensors: dict[str, torch.Tensor]) -> object
         return {"array": where}
     if isinstance(value, tuple | list):
         return [_save(each, f"{where}.{index}", tensors) for index, each in enumerate(value)]
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, Mapping):
         return {key: _save(each, f"{where}.{key}", tensors) for key, each in value.items()}
