@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from worldkv.engine.engine import Engine, Health, SessionHandle, SnapshotHandle, TickReply
+    from worldkv.models.session_file import SessionExport
 
 logger = logging.getLogger(__name__)
 _TELL_EVERY_S = 3.0  # how far a warm-up is
@@ -170,10 +171,8 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
     def fork(
         self, source: Session[InputsT, ResultT, ReplyT] | SnapshotHandle, session_id: str | None = None
     ) -> Session[InputsT, ResultT, ReplyT]:
-        """A new session that goes on from a session as it is now, or from a snapshot; no K/V is copied.
-
-        Waits for the source's tick in flight. Raises AdmissionRefused.
-        """
+        """A new session that goes on from a session as it is now (after its tick in flight), or from a snapshot; no K/V
+        is copied. Raises AdmissionRefused."""
         parent = source.handle if isinstance(source, Session) else source
         return self.forked(self.engine.fork(parent, session_id or uuid.uuid4().hex), source)
 
@@ -189,6 +188,13 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
     ) -> Session[InputsT, ResultT, ReplyT]:
         """The session that was forked from `source`."""
         return self._session(handle, forked_from=source.session_id if isinstance(source, Session) else "a snapshot")
+
+    def begin_import(self, data: bytes | bytearray, session_id: str, *, trusts: bool = True) -> Future[SessionHandle]:
+        """A session that goes on from an export, see `Engine.import_session`; `imported` makes one of its handle."""
+        return self.engine.begin_import(data, session_id, trusts=trusts)
+
+    def imported(self, handle: SessionHandle) -> Session[InputsT, ResultT, ReplyT]:
+        return self._session(handle, forked_from="an export")
 
     def release(self, snapshot: SnapshotHandle) -> None:
         """Give a snapshot's references back; safe twice."""
@@ -321,6 +327,9 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
 
     def begin_park(self) -> Future[None]:
         return self._engine.begin_park(self.handle)
+
+    def begin_export(self) -> Future[SessionExport]:
+        return self._engine.begin_export(self.handle)  # what it brings is in bytes, see `Engine.export`
 
     def resume(self) -> None:
         """Bring a parked session's K/V back before its next tick does. Raises AdmissionRefused."""

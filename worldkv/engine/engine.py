@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from worldkv.engine import messages as m
 from worldkv.engine.admission import Capacity
@@ -25,6 +25,9 @@ from worldkv.engine.stats import BlockMap, CacheCard, Stats, map_blocks
 from worldkv.errors import EngineStopped, SessionNotFound
 from worldkv.kv.cache import KVCache
 from worldkv.models.base import Encode, InputsT, MakesReady, ModelCard, ResultT, StateT, WorldModel
+
+if TYPE_CHECKING:
+    from worldkv.models.session_file import SessionExport
 
 __all__ = [
     "Engine",
@@ -186,6 +189,33 @@ class Engine(Generic[InputsT, StateT, ResultT]):
 
     def begin_resume(self, session: SessionHandle) -> Future[None]:
         return cast("Future[None]", self.ask(m.Resume(session)))
+
+    def export(self, session: SessionHandle) -> SessionExport:
+        """The session in bytes, as its last tick left it, for `import_session` of this or another process: its K/V,
+        conditioning and state. On the same device and settings the next tick is bit-identical. It goes on, or stays
+        parked. Raises AdmissionRefused where host memory for parked sessions is full, BadRequest where the model
+        cannot do that (see `SavesState`).
+        """
+        return self._wait(self.begin_export(session))
+
+    def begin_export(self, session: SessionHandle) -> Future[SessionExport]:
+        return cast("Future[SessionExport]", self.ask(m.Export(session)))
+
+    def import_session(
+        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True
+    ) -> SessionHandle:
+        """A new session that goes on from an export; no other one is touched. The size of blocks may be another one. A
+        `bytearray` must not change before it is done. `trusts`: other sessions of the same prompt may read the
+        conditioning that comes with it; without, it is charged beside a session's own blocks.
+
+        Raises BadRequest that says what is damaged, or of another model, robot or format; AdmissionRefused.
+        """
+        return self._wait(self.begin_import(data, session_id, trusts=trusts))
+
+    def begin_import(
+        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True
+    ) -> Future[SessionHandle]:
+        return cast("Future[SessionHandle]", self.ask(m.Import(data, session_id, trusts)))
 
     # the whole
 

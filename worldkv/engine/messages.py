@@ -88,6 +88,18 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Export:
+    session: SessionHandle
+
+
+@dataclass(frozen=True)
+class Import:
+    data: bytes | bytearray = field(repr=False)
+    session_id: str | None
+    trusts: bool = True
+
+
+@dataclass(frozen=True)
 class Compute:
     """A request that belongs to no session."""
 
@@ -125,6 +137,8 @@ Message = (
     | Release
     | Park
     | Resume
+    | Export
+    | Import
     | Compute
     | Inspect
     | HostDone

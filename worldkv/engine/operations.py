@@ -11,18 +11,19 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from worldkv.engine import messages as m
+from worldkv.engine.alone import start_alone
+from worldkv.engine.exports import Exports
 from worldkv.engine.residency import Claim
 from worldkv.engine.session import Session, SessionHandle, Snapshot, SnapshotHandle, Tick
 from worldkv.engine.turns import Turns
 from worldkv.errors import BadRequest, EngineStopped, SessionEnded, SessionNotFound, SnapshotNotFound, WorldKVError
-from worldkv.models.base import Encode, Outcome, Request
 
 if TYPE_CHECKING:
     from worldkv.engine.core import EngineCore
@@ -37,6 +38,7 @@ class Operations:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self.turns = Turns(core.sessions)
+        self._exports = Exports(core)
         self._closed: dict[SessionHandle, str] = {}  # the newest ones, and why each was closed
         self._handlers: Mapping[type, Callable[..., None]] = {
             m.Open: self._open,
@@ -50,6 +52,8 @@ class Operations:
             m.Release: self._release,
             m.Park: self._park,
             m.Resume: self._resume,
+            m.Export: self._export,
+            m.Import: self._import,
             m.Compute: self._compute,
             m.Inspect: self._inspect,
             m.Stop: self._stop,
@@ -138,12 +142,12 @@ class Operations:
     def _open(self, message: m.Open, answer: Future[object]) -> None:
         self._admit(self._new(message.session_id), answer)
 
-    def _new(self, session_id: str | None) -> Session:
+    def _new(self, session_id: str | None, num_blocks_extra: int = 0) -> Session:
         if session_id is not None and session_id in self._core.names:
             raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
         core, handle = self._core, SessionHandle(session_id or uuid.uuid4().hex, self._core.new_serial())
         core.names[handle.session_id] = handle
-        return Session(handle, core.cache.create_state(), core.model.new_state())
+        return Session(handle, core.cache.create_state(), core.model.new_state(), num_blocks_extra=num_blocks_extra)
 
     def _admit(
         self,
@@ -155,7 +159,7 @@ class Operations:
     ) -> None:
         """Charge a new session, `fill` it while its parent rests on the device, and hand it out."""
         core = self._core
-        num_blocks = core.admission.blocks_per_session
+        num_blocks = core.residency.cost_of(session)
 
         def granted() -> None:
             session.num_blocks_charged = num_blocks
@@ -237,24 +241,28 @@ class Operations:
 
     def _take_snapshot(self, message: m.TakeSnapshot, answer: Future[object]) -> None:
         session, core = self._find(message.session), self._core
-        charge = core.admission.blocks_of_snapshot
+        charge, refused = core.admission.blocks_of_snapshot, partial(_end, core, answer)
 
         def granted() -> None:
             kv = session.kv.snapshot()
             handle = SnapshotHandle(core.new_serial(), session.kv.num_chunks, charge(kv.num_blocks))
-            core.snapshots[handle] = Snapshot(handle, kv, session.state)
+            core.snapshots[handle] = Snapshot(handle, kv, session.state, session.num_blocks_extra)
             core.touch(session)
             core.answer(answer, handle)
 
         core.residency.claims.append(
-            Claim("a snapshot", granted, partial(self._end, answer), session, lambda: charge(session.kv.num_held()))
+            Claim("a snapshot", granted, refused, session, lambda: charge(session.kv.num_held()))
         )
 
     def _restore(self, message: m.Restore, answer: Future[object]) -> None:
-        session = self._find(message.session)
-        self._require(message.snapshot)
+        session, frozen = self._find(message.session), self._require(message.snapshot)
+
+        def extra() -> int:
+            return max(0, frozen.num_blocks_extra - session.num_blocks_extra)
 
         def granted() -> None:
+            session.num_blocks_charged += extra()
+            session.num_blocks_extra += extra()
             try:
                 snapshot = self._require(message.snapshot)
                 session.kv.restore(snapshot.kv)
@@ -267,12 +275,12 @@ class Operations:
             self._core.touch(session)
             self._core.answer(answer)
 
-        self._on_device(session, answer, granted, bring_back=False)
+        self._on_device(session, answer, granted, extra, bring_back=False)
 
     def _fork(self, message: m.Fork, answer: Future[object]) -> None:
         if isinstance(message.source, SnapshotHandle):
             snapshot = self._require(message.source)
-            fork = self._new(message.session_id)
+            fork = self._new(message.session_id, snapshot.num_blocks_extra)
 
             def from_snapshot() -> None:
                 fork.kv.restore(self._require(snapshot.handle).kv)
@@ -281,7 +289,7 @@ class Operations:
             self._admit(fork, answer, fill=from_snapshot)
             return
         parent = self._find(message.source)
-        fork = self._new(message.session_id)
+        fork = self._new(message.session_id, parent.num_blocks_extra)
 
         def from_parent() -> None:
             frozen = parent.kv.snapshot()
@@ -308,9 +316,9 @@ class Operations:
                 self._core.answer(answer)
                 return
             try:
-                self._core.residency.park(session, partial(self._end, answer))
+                self._core.residency.park(session, partial(_end, self._core, answer))
             except Exception as error:
-                self._end(answer, error)
+                self._core.answer(answer, error=error)
 
         session.when_settled(settled)
 
@@ -323,11 +331,23 @@ class Operations:
 
         self._on_device(session, answer, back)
 
+    def _export(self, message: m.Export, answer: Future[object]) -> None:
+        self._exports.leave(self._find(message.session), answer)
+
+    def _import(self, message: m.Import, answer: Future[object]) -> None:
+        self._exports.enter(self._new(message.session_id), message.data, answer, trusts=message.trusts)
+
     def _on_device(
-        self, session: Session, answer: Future[object], then: Callable[[], None], *, bring_back: bool = True
+        self,
+        session: Session,
+        answer: Future[object],
+        then: Callable[[], None],
+        extra: Callable[[], int] = lambda: 0,
+        *,
+        bring_back: bool = True,
     ) -> None:
-        """Call `then` as soon as the session is charged, and its K/V on the device if that matters: as its last tick
-        left it."""
+        """Call `then` as soon as the session is charged, with `extra` blocks beside its own, and its K/V on the device
+        if that matters: as its last tick left it."""
 
         def granted() -> None:
             try:
@@ -336,19 +356,13 @@ class Operations:
             except Exception as error:
                 self._core.answer(answer, error=error)
 
-        claim = Claim("a session", granted, partial(self._end, answer), session, bring_back=bring_back)
+        claim = Claim("a session", granted, partial(_end, self._core, answer), session, extra, bring_back=bring_back)
         self._core.residency.claims.append(claim)
-
-    def _end(self, answer: Future[object], error: Exception | None) -> None:
-        self._core.answer(answer, error=error)
 
     # the rest
 
     def _compute(self, message: m.Compute, answer: Future[object]) -> None:
-        result: Future[object] = Future()
-        tick = Tick(None, result)
-        result.add_done_callback(lambda done: _pass_on(done, answer))
-        self._core.start(tick, _once(message.request))
+        start_alone(self._core, message.request, answer)
 
     def _inspect(self, message: m.Inspect, answer: Future[object]) -> None:
         self._core.answer(answer, message.function(self._core))
@@ -373,15 +387,5 @@ class Operations:
         return snapshot
 
 
-def _once(request: Encode) -> Generator[Request, object, Outcome[object, object]]:
-    """A program of one request."""
-    result = yield request
-    return Outcome(result, None)
-
-
-def _pass_on(done: Future[object], answer: Future[object]) -> None:
-    error = done.exception()
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(getattr(done.result(), "result"))  # noqa: B009
+def _end(core: EngineCore, answer: Future[object], error: Exception | None) -> None:
+    core.answer(answer, error=error)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from worldkv.engine.admission import Admission
 from worldkv.engine.config import EngineConfig
@@ -19,7 +20,10 @@ from worldkv.engine.session import Session, Transfer
 from worldkv.engine.states import States
 from worldkv.errors import AdmissionRefused
 from worldkv.kv.cache import KVCache
-from worldkv.kv.transfer import begin_park, begin_resume, finish_park, finish_resume
+from worldkv.kv.transfer import ParkedKV, begin_park, begin_resume, finish_park, finish_resume
+
+if TYPE_CHECKING:
+    from worldkv.models.saving import Saved
 
 logger = logging.getLogger(__name__)
 _PARK_AGAIN_S = 5.0  # after a copy to the host has failed
@@ -55,6 +59,14 @@ class Claim:
     def end(self) -> None:
         for change in self.afterwards:
             change()
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A session's copy on the host, to be exported. `saved`: its state, as its model saves it."""
+
+    parked: ParkedKV
+    saved: Saved
 
 
 class Residency:
@@ -119,10 +131,10 @@ class Residency:
         if session.transfer is not None or session.runs or self._waits_behind_another(claim):
             return False
         if not session.num_blocks_charged:
-            if not self._has_room_for(claim, self._admission.blocks_per_session, "another session"):
+            if not self._has_room_for(claim, self.cost_of(session), "another session"):
                 return False
-            self._admission.num_charged += self._admission.blocks_per_session
-            session.num_blocks_charged = self._admission.blocks_per_session
+            self._admission.num_charged += self.cost_of(session)
+            session.num_blocks_charged = self.cost_of(session)
         if claim.bring_back and session.parked is not None:
             self._bring_back(session)
             return False
@@ -166,6 +178,38 @@ class Residency:
 
         transfer = Transfer(finish, num_blocks_coming=session.num_blocks_charged, num_bytes=num_bytes)
         self._begin(session, transfer, copy)
+
+    def copy_out(
+        self, session: Session, save: Callable[[object], Saved], then: Callable[[Leaving | Exception], None]
+    ) -> None:
+        """Begin to copy a session that rests to the host; it stays where it is. Raises AdmissionRefused where host
+        memory is full."""
+        session.take_back()
+        state, mark, leaving = session.state, self._cache.storage.mark(), []
+        parked = session.parked
+        num_bytes = 0 if parked is not None else self._num_bytes(session)
+        if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
+            raise AdmissionRefused(self._host_is_full(num_bytes))
+        job = None if parked is not None else begin_park(self._cache, session.kv)
+
+        def copy() -> None:
+            if job is not None:
+                job.copy()
+            found = parked if job is None else job.parked
+            assert found is not None
+            with self._cache.storage.aside(mark):
+                leaving.append(Leaving(found, save(state)))
+
+        def finish(error: Exception | None) -> None:
+            if job is not None:
+                job.abandon()
+            then(leaving[0] if error is None else error)
+
+        self._begin(session, Transfer(finish, num_bytes=num_bytes), copy)
+
+    def cost_of(self, session: Session) -> int:
+        """Blocks that it is charged on the device."""
+        return self._admission.blocks_per_session + session.num_blocks_extra
 
     def refund(self, session: Session) -> None:
         """Give back the promise of its blocks."""
@@ -221,9 +265,10 @@ class Residency:
                 if claim.is_tick:
                     break
                 continue
-            if other.is_tick and other.session is not None and other.session is not claim.session:
-                waiting += other.session.parked is not None and not other.session.num_blocks_charged
-        return waiting * self._admission.blocks_per_session
+            session = other.session if other.is_tick and other.session is not claim.session else None
+            if session is not None and session.parked is not None and not session.num_blocks_charged:
+                waiting += self.cost_of(session)
+        return waiting
 
     def _make_room(self, claim: Claim, wanted: int) -> str:
         """Park the longest idle sessions until `wanted` blocks are free or coming. Returns the obstacle, or ""."""

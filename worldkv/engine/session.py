@@ -74,6 +74,7 @@ class Session:
     kv: KVState
     state: object  # the model's own, an immutable value
     num_blocks_charged: int = 0
+    num_blocks_extra: int = 0  # to be charged beside a session's: see `Exports.enter`
     tick: Tick | None = None  # in flight: waiting to begin, or running
     ahead: Ahead | None = None  # how its next tick has begun; `state` is still that of the last one
     parked: ParkedKV | None = None  # its history on the host, and its state; then it is charged nothing
@@ -158,6 +159,7 @@ class Snapshot:
     handle: SnapshotHandle
     kv: KVSnapshot
     state: object  # the model's own, an immutable value
+    num_blocks_extra: int = 0  # of the session
 
 
 @dataclass(eq=False)

@@ -92,7 +92,7 @@ def _session_of(message: m.Message) -> SessionHandle | None:
     """The session that a request wants without a tick in flight."""
     if isinstance(message, m.Fork):
         return message.source if isinstance(message.source, SessionHandle) else None
-    if isinstance(message, m.Submit | m.WorkAhead | m.TakeSnapshot | m.Restore | m.Park | m.Resume):
+    if isinstance(message, m.Submit | m.WorkAhead | m.TakeSnapshot | m.Restore | m.Park | m.Resume | m.Export):
         return message.session
     return None
 

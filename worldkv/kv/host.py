@@ -33,6 +33,11 @@ class HostBlocks:
     num_blocks: int
     num_bytes: int  # of host memory, whole pieces
 
+    def tokens(self, layer: int, num_tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The first tokens' K and V of a layer, as pieces [tokens, heads, head_dim] of this memory."""
+        k, v = (_first_tokens(pieces, self.num_blocks, num_tokens) for pieces in self.layers[layer])
+        return k, v
+
 
 class HostPieces:
     """Pieces that are free, and the making of new ones; used by several threads. `block_shape`: of K or of V of a block
@@ -88,6 +93,17 @@ class HostPieces:
 
     def _new_piece(self) -> torch.Tensor:
         return torch.empty((self.num_blocks, *self._block_shape), dtype=self._dtype, pin_memory=True)
+
+
+def _first_tokens(pieces: Sequence[torch.Tensor], num_blocks: int, num_tokens: int) -> list[torch.Tensor]:
+    """`pieces` hold `num_blocks` blocks."""
+    found = []
+    for piece in pieces:
+        tokens = piece[:num_blocks].flatten(0, 1)[:num_tokens]
+        found.append(tokens)
+        num_blocks, num_tokens = num_blocks - min(num_blocks, len(piece)), num_tokens - len(tokens)
+    assert num_tokens == 0, "fewer tokens were copied to the host"
+    return found
 
 
 def _blocks_of_a_piece(block_bytes: int) -> int:

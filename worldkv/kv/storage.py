@@ -128,6 +128,21 @@ class KVStorage:
         ]
         return self._host.kept(layers, len(blocks))
 
+    def laid_out(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> HostBlocks:
+        """Tokens' K and V of every layer, [tokens, heads, head_dim] on the host, as blocks of this storage's size. They
+        share memory, but for the last piece, whose end is zeroed."""
+        pieces = [(self._pieces_of(k), self._pieces_of(v)) for k, v in layers]
+        num_blocks = blocks_for(len(layers[0][0]), self.block_size)
+        return HostBlocks(pieces, num_blocks, num_blocks * self.bytes_per_block)
+
+    def _pieces_of(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        size = self.block_size
+        pieces = []
+        for run in torch.split(tokens, self._host.num_blocks * size):
+            whole = F.pad(run, (0, 0, 0, 0, 0, -len(run) % size)) if len(run) % size else run
+            pieces.append(whole.view(-1, size, *tokens.shape[1:]))
+        return pieces
+
     def load_blocks(self, blocks: Sequence[int], host: HostBlocks) -> None:
         """Copy blocks from the host into `blocks`, in order; asynchronous on a GPU, so within `aside`."""
         parts = torch.split(upload(list(blocks), self.device, torch.long), self._host.num_blocks)

@@ -8,6 +8,7 @@ engine and no policy of when to park.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ class ParkedEntry:
 
     num_tokens: int
     blocks: HostBlocks
+    is_foreign: bool = False  # it was made elsewhere: nobody else may come to read it under its key
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,20 @@ class ParkedKV:
     def num_bytes(self) -> int:
         of_branches = sum(branch.blocks.num_bytes for branch in self.branches.values())
         return of_branches + sum(entry.blocks.num_bytes for entry in self.entries.values())
+
+
+_FOREIGN = "imported:"
+
+
+def foreign_name(key: str) -> str:
+    """A new name for conditioning of `key` that was made elsewhere. Those who look for `key` do not find it, so that an
+    import changes nobody's session but its own."""
+    return f"{_FOREIGN}{uuid.uuid4().hex}:{key}"
+
+
+def native_name(name: str) -> str:
+    """The key that an entry was made under."""
+    return name.split(":", 2)[2] if name.startswith(_FOREIGN) else name
 
 
 # to the host
@@ -178,7 +194,8 @@ def finish_resume(cache: KVCache, state: KVState, job: ResumeJob) -> None:
     store, entries = cache.conditioning, job.parked.entries
     while job.projected:
         key, blocks = job.projected.popitem()
-        job.shared[key] = store.adopt(key, entries[key].num_tokens, blocks)
+        name = key if not entries[key].is_foreign or key in store else foreign_name(key)
+        job.shared[key] = store.adopt(name, entries[key].num_tokens, blocks)
     for name, branch in job.parked.branches.items():
         target = state.branches[name]
         target.table = BlockTable(cache.pool, cache.storage.block_size, job.branches.pop(name))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from worldkv.kv.row import AttentionRow
     from worldkv.kv.spec import KVSpec
     from worldkv.kv.state import KVState
+    from worldkv.models.saving import Saved
 
 InputsT = TypeVar("InputsT")
 StateT = TypeVar("StateT")
@@ -173,6 +174,20 @@ class KeepsTensors(Protocol[StateT]):
     def move_state(self, state: StateT, device: torch.device | str) -> StateT:
         """The same with its tensors on `device`, bit for bit, once they are there. On any thread; the given one is not
         changed, and is dropped by its owner."""
+        ...
+
+
+@runtime_checkable
+class SavesState(Protocol[StateT]):
+    """A model whose sessions can leave their process: it says what their states are made of. See models/saving."""
+
+    def save_state(self, state: StateT) -> Saved:
+        """Everything of it, and of the model what a reader has to have as well. Waits for the device."""
+        ...
+
+    def load_state(self, saved: Saved) -> StateT:
+        """What `save_state` was given, on the host where the model KeepsTensors, else where its ticks want it. On any
+        thread. Raises BadRequest, naming the place, for all that this model could not have saved."""
         ...
 
 

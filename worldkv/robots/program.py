@@ -13,11 +13,25 @@ from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
-from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row, StateT, WorksAhead
+from worldkv.errors import BadRequest
+from worldkv.models.base import (
+    BatchLimits,
+    MakesReady,
+    ModelCard,
+    OnHost,
+    Outcome,
+    Program,
+    Row,
+    SavesState,
+    StateT,
+    WorksAhead,
+)
+from worldkv.models.saving import Saved
 from worldkv.models.world_action import TickResult, WorldActionModel
 from worldkv.robots.observation import Frames, Observation
 from worldkv.robots.pending import Begin, Kept
 from worldkv.robots.preparation import Memory, Preparation, Prepared, Seen
+from worldkv.robots.saved import load_memory, save_memory
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
@@ -101,6 +115,21 @@ class RobotPolicy(Generic[StateT]):
 
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         return self.model.ready_steps(cache, limits) if isinstance(self.model, MakesReady) else ()
+
+    def save_state(self, state: RobotState[StateT]) -> Saved:
+        """See SavesState. Raises BadRequest where the model's sessions cannot be saved."""
+        model, memory = self._saver.save_state(state.model), save_memory(state.memory, self._preparation.embodiment)
+        return Saved({"model": model.values, "robot": memory.values}, {**model.tensors, **memory.tensors})
+
+    def load_state(self, saved: Saved) -> RobotState[StateT]:
+        memory = load_memory(saved.part("robot"), self._preparation.embodiment)
+        return RobotState(self._saver.load_state(saved.part("model")), memory)
+
+    @property
+    def _saver(self) -> SavesState[StateT]:
+        if not isinstance(self.model, SavesState):
+            raise BadRequest(f"export: sessions of {type(self.model).__name__} cannot leave their process")
+        return self.model
 
     def fake_inputs(self, first: bool) -> Seen:
         """Grey cameras and a state from the middle of the training data."""

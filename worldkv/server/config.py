@@ -45,6 +45,7 @@ class ServerConfig:
     `episode_gap_s`: a session that was silent for longer starts a new history; None: it does not.
     `max_video_bytes`: of what was shown of a session, kept on disk for who downloads it; 0: nothing is kept.
     `beside`: servers in the same process, which its page leads to.
+    `max_import_bytes`: of one session that is imported; one is read at a time; 0: none is taken.
     `request_timeout_s`: how long a request may take, waiting for warm-up included.
     """
 
@@ -61,6 +62,7 @@ class ServerConfig:
     max_snapshots: int = 256
     max_requests: int = 256
     max_video_bytes: int = 128 * 1024 * 1024
+    max_import_bytes: int = 1 << 30
     max_sockets_per_address: int = 512
     max_sockets: int | None = None
     silent_s: float = 10.0
@@ -88,8 +90,9 @@ class ServerConfig:
             )
         if self.max_message_bytes < 1024:
             raise ValueError(f"max_message_bytes: expected at least 1024, got {self.max_message_bytes}")
-        if self.max_video_bytes < 0:
-            raise ValueError(f"max_video_bytes: expected bytes >= 0, got {self.max_video_bytes}")
+        for name in ("max_video_bytes", "max_import_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected bytes >= 0, got {getattr(self, name)}")
         if not (math.isfinite(self.session_grace_s) and self.session_grace_s >= 0):
             raise ValueError(f"session_grace_s: expected seconds >= 0, got {self.session_grace_s}")
         for name in _COUNTS:

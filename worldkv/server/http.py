@@ -24,6 +24,8 @@ MAX_BODY_BYTES = 64 * 1024
 HEALTH_PATH = "/healthz"  # says one word, and is asked by probes under any name: the only one without a check of `Host`
 KNOWN_SENDER = "worldkv.known_sender"  # ASGI extension of a websocket: a function without arguments
 SERVE_FIRST = "worldkv.serve_first"  # likewise
+LONG_BODY = "worldkv.long_body"  # ASGI extension of a request: a function of how many bytes are read of its body
+IMPORT_PATH = "/v1/sessions/import"
 _KEYED = "/v1/"
 
 
@@ -113,7 +115,7 @@ def in_our_words(error: Exception) -> Exception:
     if isinstance(error, RequestValidationError):
         return BadRequest("; ".join(_explain(problem) for problem in error.errors()))
     if isinstance(error, _BodyTooLarge):
-        return MessageTooLarge(f"body: expected at most {MAX_BODY_BYTES} bytes, got more")
+        return MessageTooLarge(f"body: expected at most {error.limit} bytes, got more")
     if isinstance(error, HTTPException):
         unknown = error.status_code in (404, 405)
         return NotFound("no such operation; /openapi.json lists all") if unknown else BadRequest(str(error.detail))
@@ -128,7 +130,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 class Door:
     """ASGI middleware: of an HTTP request nothing is read before its sender is known. Says whose it is, counts it, and
-    does not read a body over MAX_BODY_BYTES to its end. Websockets come later to know who sends: see `owner_of`."""
+    does not read a body over MAX_BODY_BYTES (an import: over `max_import_bytes`) to its end. Websockets come later to
+    know who sends: see `owner_of`."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -150,26 +153,33 @@ class Door:
         except (Unauthorised, AdmissionRefused) as refused:
             await error_response(self._service, request, refused)(scope, receive, send)
             return
+        limit = MAX_BODY_BYTES
+        if scope["path"] == IMPORT_PATH and scope["method"] == "POST":  # its sender is known by now
+            limit = max(limit, self._service.config.max_import_bytes)
+            allow = scope.get("extensions", {}).get(LONG_BODY)
+            if allow is not None:
+                allow(limit)
         try:
-            await self._app(scope, _limited(receive), send)
+            await self._app(scope, _limited(receive, limit), send)
         finally:
             self._service.requests.forget(request)
 
 
-def _limited(receive: Receive) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     received = 0
 
     async def limited() -> Message:
         nonlocal received
         message = await receive()
         received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise _BodyTooLarge
+        if received > limit:
+            raise _BodyTooLarge(limit)
         return message
 
     return limited
 
 
 class _BodyTooLarge(HTTPException):  # the only kind of exception that the framework lets through here
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__(413)
+        self.limit = limit

@@ -19,13 +19,14 @@ from websockets.frames import Frame
 
 from worldkv.server.counts import Bucket
 from worldkv.server.gate import Gate
-from worldkv.server.http import KNOWN_SENDER, MAX_BODY_BYTES, SERVE_FIRST
+from worldkv.server.http import KNOWN_SENDER, LONG_BODY, MAX_BODY_BYTES, SERVE_FIRST
 from worldkv.server.turns import FairSelector
 
 _STRANGERS_BYTES = 16 * 1024  # of a message, while nobody knows who sends
 _SLICES = 384, 4096  # bytes that are parsed before limits are looked at: 64 empty frames; within a frame more
 _FRAMES, _FRAMES_PER_S, _BYTES_PER_FRAME = 64, 50, 512  # at once; then; and one more for so many bytes
 _PIECES = 256  # of a request's body
+_LEAST_OF_A_PIECE = 1024  # bytes on average, of a long one
 _POLICY_VIOLATION = 1008
 
 
@@ -43,7 +44,8 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedHTTP(H11Protocol):
-    """A request has `silent_s` to arrive whole, its answer as long to be read on."""
+    """A request has `silent_s` to arrive whole, its answer as long to be read on. A long body that the application has
+    allowed (ASGI extension LONG_BODY) has as long for each piece."""
 
     config: LimitedConfig
     _deadline: asyncio.TimerHandle | None = None
@@ -56,8 +58,20 @@ class LimitedHTTP(H11Protocol):
         self._deadline = self._hang_up_later()
 
     def data_received(self, data: bytes) -> None:
+        if self._deadline is not None and cast(_Pieces, self.conn).is_long:
+            self._deadline.cancel()
+            self._deadline = self._hang_up_later()
         super().data_received(data)
         self._look_whether_it_came()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None and self.scope["type"] == "http":  # its task has not begun
+            extensions = cast(dict[str, object], self.scope).setdefault("extensions", {})
+            cast(dict[str, object], extensions)[LONG_BODY] = self._allow_long_body
+
+    def _allow_long_body(self, num_bytes: int) -> None:
+        cast(_Pieces, self.conn).allow(num_bytes)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -110,15 +124,26 @@ class _Pieces(h11.Connection):
     """Refuses a body in crumbs, each of which costs as much as a whole one, and one that nobody reads to its end."""
 
     _num_pieces = _num_bytes = 0
+    _most_pieces, _most_bytes = _PIECES, 2 * MAX_BODY_BYTES
+
+    @property
+    def is_long(self) -> bool:
+        return self._most_pieces > _PIECES
+
+    def allow(self, num_bytes: int) -> None:
+        """Of the body of this request."""
+        self._most_pieces = _PIECES + num_bytes // _LEAST_OF_A_PIECE
+        self._most_bytes = num_bytes + MAX_BODY_BYTES
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0
+            self._most_pieces, self._most_bytes = _PIECES, 2 * MAX_BODY_BYTES
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)
-            if self._num_pieces > _PIECES or self._num_bytes > 2 * MAX_BODY_BYTES:
+            if self._num_pieces > self._most_pieces or self._num_bytes > self._most_bytes:
                 raise h11.RemoteProtocolError("a body in too many pieces")
         return event
 

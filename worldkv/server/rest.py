@@ -21,12 +21,12 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from worldkv.engine.admission import Capacity
-from worldkv.errors import BadRequest, RequestTimedOut, SessionNotFound
+from worldkv.errors import AdmissionRefused, BadRequest, MessageTooLarge, RequestTimedOut, SessionNotFound
 from worldkv.server.console.stream import BOUNDARY, parts, require_encoder
 from worldkv.server.download import tar_parts
 from worldkv.server.http import owner_of
 from worldkv.server.service import Service
-from worldkv.server.sessions import EndReason, Entry, owned
+from worldkv.server.sessions import EndReason, Entry, Imported, owned
 from worldkv.server.snapshots import HeldSnapshot
 from worldkv.wire import normalise_session_id
 
@@ -200,6 +200,31 @@ async def open_session(owner: Owner, service: ReadyService, body: OpenBody | Non
     return _state(await service.sessions.open(_new_id(body, owner), owner))
 
 
+_BYTES = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+@router.post("/sessions/import", status_code=201, openapi_extra=_BYTES)
+async def import_session(
+    request: Request, owner: Owner, service: ReadyService, session_id: str | None = None
+) -> SessionState:
+    """A new session that goes on from an export, which is the body. Of another model, robot or version, or damaged, it
+    is refused whole."""
+    limit = service.config.max_import_bytes
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > limit:
+        raise MessageTooLarge(f"body: expected at most {limit} bytes (ServerConfig.max_import_bytes), got {told}")
+    if service.importing.locked():
+        raise AdmissionRefused("another session is being imported", retry_after_ms=1000)
+    async with service.importing:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+        source = Imported(data, trusts=not owner)  # without an owner, all sessions are one client's
+        entry = await service.sessions.open(_new_id(OpenBody(session_id=session_id), owner), owner, source)
+    entry.history.happened("goes on from an export")
+    return _state(entry)
+
+
 @router.post("/sessions/{session_id:path}/reset")
 async def reset_session(entry: OfSession, service: ReadyService) -> SessionState:
     """Drop the history; a tick in flight ends with session_ended."""
@@ -271,6 +296,19 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
     entry.history.happened(f"was forked to {fork.public_id}")
     fork.history.happened(f"goes on from {entry.public_id}" + ("" if held is None else ", from a snapshot"))
     return _state(fork)
+
+
+@router.get("/sessions/{session_id:path}/export", response_class=StreamingResponse)
+async def export_session(entry: OfSession, service: ReadyService) -> StreamingResponse:
+    """The session in bytes, for an import here or elsewhere. Waits for the tick in flight; the session goes on."""
+    export = await service.sessions.ask(entry, entry.session.begin_export)
+    entry.history.happened("was exported")
+    headers = {
+        "content-length": str(export.num_bytes),
+        "content-disposition": 'attachment; filename="session.safetensors"',
+    }
+    parts = map(bytes, export.parts())
+    return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
 
 
 @router.get("/sessions/{session_id:path}/recording", response_class=StreamingResponse)

@@ -66,6 +66,7 @@ class Service:
         self._asking = threading.Lock()
         self._asked: Future[Health] | None = None
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="worldkv-health")
+        self.importing = asyncio.Lock()  # one at a time: its bytes are held whole
         self.sessions = SessionTable(app, config, self.metrics, self._threads)
         self.snapshots = SnapshotTable(app, config.max_snapshots, config.session_idle_s, self.metrics)
 

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from worldkv.errors import AdmissionRefused, BadRequest, EngineStopped, RequestTimedOut, SessionNotFound
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from worldkv.app import AnyApp, AnySession
     from worldkv.engine.engine import SnapshotHandle
 
+    Source: TypeAlias = "AnySession | SnapshotHandle | Imported"
+
 __all__ = ["Asked", "EndReason", "Entry", "SessionTable", "owned"]
 
 _CLOSE_S = 5.0  # for an engine to give a session's blocks back
@@ -40,6 +43,14 @@ _CLOSE_S = 5.0  # for an engine to give a session's blocks back
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """An export to go on from. `trusts`: see `Engine.import_session`."""
+
+    data: bytearray = field(repr=False)
+    trusts: bool
 
 
 class SessionTable:
@@ -202,8 +213,8 @@ class SessionTable:
             return "another prompt"
         return None
 
-    async def open(self, session_id: str, owner: str, source: AnySession | SnapshotHandle | None = None) -> Entry:
-        """A named session before its first request, or a fork of `source`. Raises BadRequest if the id is taken."""
+    async def open(self, session_id: str, owner: str, source: Source | None = None) -> Entry:
+        """A named session without a request, or one that goes on from `source`. Raises BadRequest if it is open."""
         return await self._open(session_id, owner, None, source)
 
     def is_open(self, entry: Entry) -> bool:
@@ -251,9 +262,7 @@ class SessionTable:
             entry.uses -= 1
             entry.last_used = self._now()
 
-    async def _open(
-        self, session_id: str, owner: str, asked: Asked | None, source: AnySession | SnapshotHandle | None = None
-    ) -> Entry:
+    async def _open(self, session_id: str, owner: str, asked: Asked | None, source: Source | None = None) -> Entry:
         """For a request, which goes on with a session that another one has opened meanwhile; or for an operator, who
         does not (`asked` None)."""
         async with self._opening.setdefault(session_id, asyncio.Lock()):
@@ -290,7 +299,7 @@ class SessionTable:
     def _has_too_many(self, owner: str) -> bool:
         return len(self.of(owner)) + self._num_opening[owner] >= self._config.max_sessions
 
-    async def _admitted(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
+    async def _admitted(self, session_id: str, source: Source | None) -> AnySession:
         """A new session of the app's."""
         while not self._closed:
             try:
@@ -300,9 +309,12 @@ class SessionTable:
                     raise self._full(refused) from refused
         raise EngineStopped(SHUTDOWN_TEXT)
 
-    async def _made(self, session_id: str, source: AnySession | SnapshotHandle | None) -> AnySession:
+    async def _made(self, session_id: str, source: Source | None) -> AnySession:
         if source is None:
             return await self._in_thread(self._app.open_session, session_id)
+        if isinstance(source, Imported):
+            begun = self._app.begin_import(source.data, session_id, trusts=source.trusts)
+            return self._app.imported(await self._patiently(begun))
         handle = await self._patiently(self._app.begin_fork(source, session_id))
         return self._app.forked(handle, source)
 

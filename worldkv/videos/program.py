@@ -19,8 +19,9 @@ from worldkv.errors import BadRequest
 from worldkv.models.base import BatchLimits, MakesReady, ModelCard, OnHost, Outcome, Program, Row
 from worldkv.models.causal_wan.inputs import Block, BlockRequest, State
 from worldkv.models.causal_wan.model import CausalWan
+from worldkv.models.saving import Saved, load
 from worldkv.models.wan.tokenizer import Tokenizer, clean_prompt
-from worldkv.videos.request import VideoRequest, frames_of
+from worldkv.videos.request import MAX_PROMPT_CHARACTERS, VideoRequest, frames_of
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
@@ -36,6 +37,13 @@ class VideoState:
 
     model: State
     prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What an export has of a session beside its model's state."""
+
+    prompt: str | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,18 @@ class VideoMaker:
 
     def move_state(self, state: VideoState, device: torch.device | str) -> VideoState:
         return replace(state, model=self.model.move_state(state.model, device))
+
+    def save_state(self, state: VideoState) -> Saved:
+        """See SavesState."""
+        saved = self.model.save_state(state.model)
+        return Saved({"prompt": state.prompt, "model": saved.values}, saved.tensors)
+
+    def load_state(self, saved: Saved) -> VideoState:
+        words = load(saved.only("prompt"), _Words, {}, "video")
+        model = self.model.load_state(saved.part("model"))
+        if words.prompt is not None and len(words.prompt) > MAX_PROMPT_CHARACTERS:
+            raise BadRequest(f"import: video.prompt: expected at most {MAX_PROMPT_CHARACTERS} characters")
+        return VideoState(model, words.prompt)
 
     def fake_inputs(self, first: bool) -> VideoRequest:
         return VideoRequest("a world that nobody sees" if first else None)

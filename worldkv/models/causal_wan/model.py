@@ -33,7 +33,9 @@ from worldkv.models.causal_wan.inputs import (
     prompt_key,
 )
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
+from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
+from worldkv.models.saving import Saved
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
 
@@ -107,6 +109,16 @@ class CausalWan:
 
     def move_state(self, state: State, device: torch.device | str) -> State:
         return state.to(device)
+
+    def save_state(self, state: State) -> Saved:
+        """See SavesState."""
+        return save_state(state, self.config, self.recaches, self.decodes)
+
+    def load_state(self, saved: Saved) -> State:
+        state = load_state(saved, self.config, self.recaches, self.decodes, self.dit.dtype)
+        if state.decoder is not None:
+            self.encoders.vae.check_decode_state(state.decoder, self.config.latent_size)
+        return state
 
     def fake_inputs(self, first: bool) -> BlockRequest:
         """A prompt of few words."""

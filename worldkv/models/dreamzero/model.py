@@ -42,9 +42,10 @@ from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
 from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
 from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
 from worldkv.models.dreamzero.spec import kv_spec as kv_spec
-from worldkv.models.dreamzero.state import Begun
+from worldkv.models.dreamzero.state import Begun, load_state, save_state
 from worldkv.models.dreamzero.state import State as State
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
+from worldkv.models.saving import Saved
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.dit import ForwardPlans
@@ -113,6 +114,13 @@ class DreamZero:
 
     def new_state(self, old: State | None = None) -> State:
         return State()
+
+    def save_state(self, state: State) -> Saved:
+        """See SavesState."""
+        return save_state(state, self.config)
+
+    def load_state(self, saved: Saved) -> State:
+        return load_state(saved, self.config).to(self.dit.device)
 
     def fake_inputs(self, first: bool) -> TickInputs:
         """Grey images of a size that makes the model's tokens, a prompt of few words."""

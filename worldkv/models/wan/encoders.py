@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from worldkv.device import moved, upload
+from worldkv.errors import BadRequest
 from worldkv.models.checkpoints.modules import Progress, TensorReader, load_module
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused_vae import fuse_vae
@@ -23,6 +24,7 @@ from worldkv.models.wan.libraries import Built, build_image_encoder, build_text_
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, Prefixes
 from worldkv.models.wan.sizes import IMAGE_PIXELS, EncoderSizes, VAESizes
 
+_SETTLED = 3  # latent frames after which a stream's tensors keep their shapes
 _FRAMES_AT_ONCE = 8  # on a GPU: fewer launches, and no more memory than a decoder takes
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -37,7 +39,7 @@ class VAEStream:
     """
 
     num_latent_frames: int = 0
-    _tails: list[Any] = field(default_factory=list, repr=False)  # tensors, None or diffusers' marker "Rep"
+    _tails: list[torch.Tensor | str | None] = field(default_factory=list, repr=False)  # a text: diffusers' marker "Rep"
 
     def copy(self) -> VAEStream:
         return VAEStream(self.num_latent_frames, list(self._tails))
@@ -45,6 +47,11 @@ class VAEStream:
     @property
     def num_bytes(self) -> int:
         return sum(tail.numel() * tail.element_size() for tail in self._tails if isinstance(tail, torch.Tensor))
+
+    @property
+    def kinds(self) -> list[object]:
+        """What its tensors are, but for their numbers."""
+        return [(tail.dtype, tail.shape) if isinstance(tail, torch.Tensor) else tail for tail in self._tails]
 
     def to(self, device: torch.device | str) -> VAEStream:
         """The same on another device, bit for bit."""
@@ -87,13 +94,24 @@ class WanVAE:
 
     def decode_state_bytes(self, latent_size: tuple[int, int]) -> int:
         """What a stream takes, once some latent frames of these rows and columns were decoded. Computes shapes only."""
+        return self._decoded_shapes(_SETTLED, latent_size).num_bytes
+
+    def check_decode_state(self, state: VAEStream, latent_size: tuple[int, int]) -> None:
+        """Raises BadRequest unless it is of one video that was decoded here. Computes shapes only."""
+        if state.num_latent_frames < 1:
+            raise BadRequest("import: state.decoder: expected one that has begun")
+        expected = self._decoded_shapes(min(state.num_latent_frames, _SETTLED), latent_size)
+        if state.kinds != expected.kinds:
+            raise BadRequest("import: state.decoder: expected the tensors of this model's decoder, got others")
+
+    def _decoded_shapes(self, num_frames: int, latent_size: tuple[int, int]) -> VAEStream:
         with torch.device("meta"):
             module, _ = build_vae(self.sizes, "")
             nn.Module.to(module, self.module.get_parameter("quant_conv.weight").dtype)  # diffusers' own one warns
             shadow = WanVAE(module, self.sizes)
             stream = shadow.new_decode_state()
-            shadow.decode_stream(stream, torch.empty(1, self.sizes.z_dim, 3, *latent_size))
-        return stream.num_bytes
+            shadow.decode_stream(stream, torch.empty(1, self.sizes.z_dim, num_frames, *latent_size))
+        return stream
 
     @torch.no_grad()
     def encode_stream(self, state: VAEStream, video: torch.Tensor) -> torch.Tensor:
