@@ -226,6 +226,7 @@ def test_every_operation_is_described() -> None:
         f"POST {one}/snapshot", f"POST {one}/restore", f"POST {one}/fork", "GET /v1/snapshots",
         "DELETE /v1/snapshots/{snapshot_id}", "GET /v1/capacity", "GET /v1/app", "GET /v1/embodiment",
         f"POST {one}/imagine", f"GET {one}/stream", f"GET {one}/recording", f"POST {one}/resume",
+        f"GET {one}/export", "POST /v1/sessions/import",
     }  # fmt: skip
     assert "Failure" in described["components"]["schemas"]
 

@@ -79,6 +79,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record-limit-gb", type=gigabytes, default=100.0, metavar="GB", help="record no more than that (100)"
     )
+    text = "of one session that is imported, at most; larger models' are larger (1)"
+    parser.add_argument(
+        "--max-import-gb", type=gigabytes, default=ServerConfig.max_import_bytes / 1e9, metavar="GB", help=text
+    )
     _add_network(parser)
     add_engine_options(parser, videos=True)
 
@@ -183,6 +187,7 @@ def _config(arguments: argparse.Namespace) -> ServerConfig:
         session_grace_s=arguments.session_grace,
         session_idle_s=arguments.session_idle,
         max_sessions=arguments.max_sessions_per_key,
+        max_import_bytes=int(1e9 * arguments.max_import_gb),
         max_connections=arguments.max_sockets_per_key,
         max_snapshots=arguments.max_snapshots_per_key,
         tls_cert=arguments.tls_cert,

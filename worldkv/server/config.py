@@ -62,7 +62,7 @@ class ServerConfig:
     max_snapshots: int = 256
     max_requests: int = 256
     max_video_bytes: int = 128 * 1024 * 1024
-    max_import_bytes: int = 1 << 30
+    max_import_bytes: int = 10**9
     max_sockets_per_address: int = 512
     max_sockets: int | None = None
     silent_s: float = 10.0

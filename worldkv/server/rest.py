@@ -211,8 +211,9 @@ async def import_session(
     is refused whole."""
     limit = service.config.max_import_bytes
     told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > limit:
-        raise MessageTooLarge(f"body: expected at most {limit} bytes (ServerConfig.max_import_bytes), got {told}")
+    if limit == 0 or (told.isdecimal() and int(told) > limit):
+        most = f"expected at most {limit} bytes (--max-import-gb, ServerConfig.max_import_bytes)"
+        raise MessageTooLarge(f"body: {most}, got {told[:20] or 'more'}")
     if service.importing.locked():
         raise AdmissionRefused("another session is being imported", retry_after_ms=1000)
     async with service.importing:
