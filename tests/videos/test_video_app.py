@@ -119,3 +119,19 @@ def test_a_world_may_begin_with_a_picture_where_the_model_can(app: VideoApp) -> 
         ask(framewise, first, image=data)
     framewise.close()
     framewise.engine.shutdown()
+
+
+def test_a_world_goes_on_in_another_server_with_its_words_and_its_decoder(app: VideoApp) -> None:
+    session = app.open_session()
+    for fields in ({"prompt": "a lake", "seed": 5}, {}, {"prompt": "a storm", "switch": "blend"}):
+        ask(app, session, **fields)
+    other = load_app(random_folder(), EngineConfig(block_size=64, max_sessions=4), choices=Choices(**SIZE))
+    assert isinstance(other, VideoApp)
+    data = b"".join(session.begin_export().result(30).parts())
+    moved = other.imported(other.begin_import(data, "moved").result(30))
+    for _ in range(3):
+        there, here = ask(other, moved).block, ask(app, session).block
+        assert np.array_equal(there.frames, here.frames)
+        assert (there.prompt, there.number, there.first_frame) == (here.prompt, here.number, here.first_frame)
+    other.close()
+    other.engine.shutdown()
