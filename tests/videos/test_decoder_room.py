@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,18 +25,22 @@ def test_what_is_charged_is_what_a_session_ever_keeps_and_what_its_tick_rolls_ba
         run(engine, session, make_request())
         kept = inside(engine, session).state.num_bytes
         assert 2 * kept <= engine.model.max_state_bytes
-    assert 2 * kept == engine.model.max_state_bytes
-    assert make_engine(decodes=False, recache=False).model.max_state_bytes == 0
+    for number in range(1, 4):  # the text on its way to another one, and that one's mixture on its way to the next
+        run(engine, session, make_request(number, switch="blend"))
+        state = inside(engine, session).state
+        assert state.blend is not None
+        assert 2 * state.num_bytes <= engine.model.max_state_bytes, "a mixture is kept that nobody was charged for"
+    assert 2 * state.num_bytes == engine.model.max_state_bytes
     engine.shutdown()
 
 
 def test_the_decoder_s_memory_leaves_room_for_fewer_sessions_and_the_sum_says_so() -> None:
     with_it, without = make_engine(max_sessions=2), make_engine(max_sessions=2, decodes=False, recache=False)
-    for engine, words in ((with_it, "for what it keeps beside its K/V"), (without, "")):
+    assert with_it.capacity().blocks_of_state > without.capacity().blocks_of_state  # of a blend's text alone
+    for engine in (with_it, without):
         capacity = engine.capacity()
         assert capacity.num_more_sessions == 2
-        assert bool(capacity.blocks_of_state) == bool(words)
-        assert words in capacity.explain()
+        assert "for what it keeps beside its K/V" in capacity.explain()
     spec, state_bytes = with_it.model.spec, with_it.model.max_state_bytes
     room = Room.of(spec, 16, 4, state_bytes)
     alone = Room.of(spec, 16, 4)
@@ -94,7 +99,7 @@ def clone(state: Any) -> Any:
         state.decoder.num_latent_frames,
         [tail.clone() if isinstance(tail, torch.Tensor) else tail for tail in state.decoder._tails],
     )
-    return type(state)(state.prompt_key, state.seed, state.num_blocks, state.recent.clone(), stream)
+    return replace(state, recent=state.recent.clone(), decoder=stream)
 
 
 def test_a_state_that_cannot_be_moved_leaves_the_session_where_it_is() -> None:
@@ -122,4 +127,19 @@ def test_a_state_that_cannot_be_moved_leaves_the_session_where_it_is() -> None:
     assert engine.describe(again).parked
     fails[0] = False
     assert same(run(engine, again, make_request()), expected[1])
+    engine.shutdown()
+
+
+def test_a_moved_state_that_cannot_be_counted_fails_its_parking_and_nothing_else() -> None:
+    engine = make_engine()
+    session = engine.open_session()
+    run(engine, session, make_request())
+    move, count = engine.model.move_state, engine.model.state_bytes
+    engine.model.move_state = lambda state, device: "no state" if str(device) == "cpu" else move(state, device)
+    parking = engine.begin_park(session)
+    with pytest.raises(AttributeError):
+        parking.result(10)
+    engine.model.move_state, engine.model.state_bytes = move, count
+    assert engine.health().ready
+    assert run(engine, session, make_request()).first_frame == 3
     engine.shutdown()
