@@ -155,17 +155,18 @@ class Residency:
         num_bytes = self._num_bytes(session)
         if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
             raise AdmissionRefused(self._host_is_full(num_bytes))
-        job, moved = begin_park(self._cache, session.kv), [session.state]
+        job, moved = begin_park(self._cache, session.kv), [(session.state, 0)]
 
         def copy() -> None:
             job.copy()
             with self._cache.storage.aside(job.mark):
-                moved[0] = self._states.to_host(session.state)
+                state = self._states.to_host(session.state)
+            moved[0] = state, self._states.num_bytes(state)  # the model's code: here it fails this session's copy only
 
         def finish(error: Exception | None) -> None:
             if error is None:
-                session.parked, session.state = finish_park(self._cache, session.kv, job), moved[0]
-                session.parked_state_bytes = self._states.num_bytes(session.state)
+                session.parked = finish_park(self._cache, session.kv, job)
+                session.state, session.parked_state_bytes = moved[0]
                 self._is_pinned_ahead = False
                 fields = {"event": "session_parked", "session": session.handle.session_id, "bytes": num_bytes}
                 logger.info("session %s parked: %d bytes", fields["session"], num_bytes, extra=fields)
@@ -345,7 +346,7 @@ class Residency:
         host_bytes, branches = self._cache.storage.host_bytes, session.kv.branches.values()
         entries = {e.key: len(e.blocks) for b in branches for e in b.conditioning.values()}
         kv = sum(host_bytes(len(b.table.blocks)) for b in branches) + sum(map(host_bytes, entries.values()))
-        return kv + self._states.num_bytes(session.state)
+        return kv + self._states.expected_bytes(session.state)
 
     def _pin_ahead(self) -> None:
         """Pin host memory for the next session to be parked, where one may be soon: no other one has room, or idle ones

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from worldkv.errors import ModelError
@@ -10,9 +9,6 @@ from worldkv.models.base import KeepsTensors
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
-
-
-logger = logging.getLogger(__name__)
 
 
 class States:
@@ -32,13 +28,14 @@ class States:
         return -(-self._most // self._block_bytes)
 
     def num_bytes(self, state: object) -> int:
-        """The most that it may be where the model cannot say: this is asked where nobody could be told of a mistake."""
-        if self._keeper is None:
-            return 0
+        """Raises what the model raises: call it where a mistake of its author can be told."""
+        return 0 if self._keeper is None else int(self._keeper.state_bytes(state))
+
+    def expected_bytes(self, state: object) -> int:
+        """The most that it may be where the model cannot say; raises nothing."""
         try:
-            return int(self._keeper.state_bytes(state))
+            return self.num_bytes(state)
         except Exception:
-            logger.exception("%s.state_bytes failed; the most is taken for it", type(self._keeper).__name__)
             return self._most
 
     def to_host(self, state: object) -> object:

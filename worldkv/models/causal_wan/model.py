@@ -102,7 +102,8 @@ class CausalWan:
         dit, blocks, (height, width) = self.dit, self.config.blocks, self.config.latent_size
         recent = blocks.held_frames * self.config.dit.out_dim * height * width * dit.dtype.itemsize
         decoder = self.encoders.vae.decode_state_bytes((height, width)) if self.decodes else 0
-        return 2 * ((recent if self.recaches else 0) + decoder)
+        blend = self.config.dit.text_len * self.config.dit.text_dim * torch.float32.itemsize  # a mixture
+        return 2 * ((recent if self.recaches else 0) + decoder + blend)
 
     def state_bytes(self, state: State) -> int:
         return state.num_bytes
