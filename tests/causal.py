@@ -20,6 +20,7 @@ from worldkv.models.causal_wan.config import BRANCH, CausalSettings
 from worldkv.models.causal_wan.inputs import Block, BlockRequest
 from worldkv.models.causal_wan.random import TINY, write_random_causal_wan
 
+SHARED = Path(__file__).resolve().parents[2] / "shared"  # as in conftest, whose name is not unique
 SIZE = {"height": 32, "width": 48}  # 6 tokens a frame
 
 

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 WAITING = """
 import sys, time
 import worldkv.cli.main as cli
-import worldkv.cli.serve as serve
+import worldkv.cli.serve_also as serve_also
 def load(*arguments, **options):
     print("loading", flush=True)
     {waits}
-serve.load_app_for = load
+serve_also.load_app_for = load
 sys.exit(cli.main(["serve", "--checkpoint", ".", "--port", "0"]))
 """
 SLEEPS = "time.sleep(60)"

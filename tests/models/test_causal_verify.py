@@ -14,8 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
-from causal import make_request, random_folder, run  # noqa: E402
-from conftest import SHARED  # noqa: E402
+from causal import SHARED, make_request, random_folder, run  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from worldkv.cli.main import main  # noqa: E402

@@ -11,8 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from causal import Recording, Watcher, make_engine, make_request, relative_error, run  # noqa: E402
-from conftest import SHARED  # noqa: E402
+from causal import SHARED, Recording, Watcher, make_engine, make_request, relative_error, run  # noqa: E402
 from engines import inside, make_inputs  # noqa: E402
 from engines import make_engine as make_robots_engine  # noqa: E402
 from list_window import ListVideo  # noqa: E402

@@ -16,6 +16,7 @@ from engines import make_engine  # noqa: E402
 
 from worldkv import load as assembly  # noqa: E402
 from worldkv.engine.engine import EngineConfig  # noqa: E402
+from worldkv.engine.room import Room  # noqa: E402
 from worldkv.errors import CheckpointError  # noqa: E402
 from worldkv.load import load_policy  # noqa: E402
 from worldkv.models.dreamzero.config import dreamzero_14b  # noqa: E402
@@ -31,7 +32,7 @@ def test_without_a_number_of_sessions_the_cache_takes_what_is_free_beside_room_t
 
     def blocks(free_gib: int) -> int:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free_gib * 2**30, total))
-        return assembly._num_blocks(spec, config, torch.device("cuda"), torch.bfloat16)
+        return assembly._num_blocks(Room.of(spec, config.block_size, 2), config, torch.device("cuda"))
 
     assert blocks(96) * spec.bytes_per_block(128, 2) == pytest.approx(96 * 2**30 - 0.08 * total, abs=2e8)
     with pytest.raises(ValueError, match=r"one session needs .* are free .*; not one fits"):

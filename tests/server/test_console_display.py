@@ -215,7 +215,7 @@ def test_a_session_without_a_tick_says_so_and_displays_no_empty_pictures(
 ) -> None:
     call(console_server, "POST", "sessions", {"session_id": "planned"})
     visit(browser, console_server, "#/s/planned")
-    wait_for(browser, "nothing yet: a tick of its robot, or Imagine, shows it", panel("planned"))
+    wait_for(browser, "nothing yet: its next tick shows it", panel("planned"))
     wait_for(browser, "Actions of the newest chunknone yet", panel("planned"))
     wait_for(browser, "Statenone yet", panel("planned"))
     wait_for(browser, "The last ticks by stagenone yet", panel("planned"))

@@ -39,11 +39,11 @@ with HealthServer("127.0.0.1", 0) as server:
 LOADING = """
 import sys, time
 import worldkv.cli.main as cli
-import worldkv.cli.serve as serve
+import worldkv.cli.serve_also as serve_also
 def load(*arguments, **options):
     print("loading", flush=True)
     time.sleep(60)
-serve.load_app_for = load
+serve_also.load_app_for = load
 sys.exit(cli.main(["serve", "--checkpoint", ".", "--port", "0", "--health-port", sys.argv[1]]))
 """
 
