@@ -36,7 +36,7 @@ def rollout(num_blocks: int, seed: int, prompts: tuple[int, ...] = (0,)) -> list
 
 
 @each_rope
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("block_size", [16])
 def test_sessions_side_by_side_compute_what_each_computes_alone(block_size: int, rope: str) -> None:
     plans = (rollout(6, 1, (0, 1)), rollout(6, 2, (2,)))
     alone = []
@@ -67,7 +67,7 @@ def test_sessions_in_shared_forwards_compute_the_same_up_to_rounding() -> None:
 
 
 @each_rope
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("block_size", [16])
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 def test_forked_restored_and_parked_sessions_make_the_same_next_block(
     num_blocks: int, block_size: int, rope: str

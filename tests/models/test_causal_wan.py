@@ -75,7 +75,7 @@ def test_every_recorded_quantity_is_reproduced(recording: Recording, block_size:
     assert engine.core.cache.pool.num_used == 0
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("block_size", [16])
 def test_recordings_are_reproduced_among_robots_ticks_after_forks_parking_and_restores(
     recording: Recording, block_size: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_recordings_are_reproduced_among_robots_ticks_after_forks_parking_and_re
 @pytest.mark.parametrize(
     ("window", "sink", "per_block"), [(9, 3, 3), (12, 3, 3), (6, 0, 3), (4, 0, 1), (4, 1, 1), (7, 2, 2), (5, 1, 2)]
 )
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("block_size", [16])
 @pytest.mark.parametrize("rope", ["absolute", "relative"])
 def test_any_window_equals_the_list_of_frames_before_and_after_another_prompt(
     window: int, sink: int, per_block: int, block_size: int, rope: Rope

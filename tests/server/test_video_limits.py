@@ -243,7 +243,7 @@ def test_a_long_session_takes_no_more_memory_than_a_short_one(server: PolicyServ
     """Past latent frame 1024, where models of this family have a table's end, if WORLDKV_LONG_VIDEO_S gives it time."""
     with viewer(server) as one:
         one.start(prompt=LAKE, format="mp4")
-        last, memory = watch(one, LONG_S or 10)
+        last, memory = watch(one, LONG_S or 8)
     print(f"block {last.number}, {last.header['first_frame']} frames, {memory[0]} to {memory[-1]} KiB")
     assert memory[-1] - memory[len(memory) // 3] < 40 * 1024, memory
     if LONG_S >= 240:
