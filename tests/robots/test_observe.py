@@ -117,7 +117,7 @@ def assert_equal(got: PolicyReply, expected: PolicyReply) -> None:
 
 
 @pytest.mark.parametrize("kind", ["i2v", "ti2v"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_any_mix_of_frames_ahead_is_answered_as_the_plain_request(
     policies: dict[str, Policy], kind: str, seed: int
 ) -> None:
@@ -125,7 +125,7 @@ def test_any_mix_of_frames_ahead_is_answered_as_the_plain_request(
     policy, rng = policies[kind], random.Random(seed)
     pairs = [(policy.open_session(f"plain {n}"), policy.open_session(f"ahead {n}")) for n in range(2)]
     prompts, begun = ["stack the cups"] * 2, 0
-    for number in range(12):
+    for number in range(20):
         n = rng.randrange(2)
         plain, ahead = pairs[n]
         prompts[n] = rng.choice([*[prompts[n]] * 4, "pour the tea"])
