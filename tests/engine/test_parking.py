@@ -16,8 +16,9 @@ from engines import inside, make_engine, make_inputs  # noqa: E402
 from server_fakes import eventually  # noqa: E402
 from toy_model import ToyInputs, ToyModel, make_toy_engine  # noqa: E402
 
+from worldkv.engine import residency  # noqa: E402
 from worldkv.engine.engine import Engine  # noqa: E402
-from worldkv.errors import AdmissionRefused, SessionEnded  # noqa: E402
+from worldkv.errors import AdmissionRefused, EngineStopped, SessionEnded  # noqa: E402
 
 
 def ticks(engine: Engine, session: Any, first: int, count: int) -> list[Any]:
@@ -231,4 +232,31 @@ def test_a_reset_waits_for_the_copy_that_begins_where_another_ends() -> None:
     assert (info.num_chunks, info.num_blocks, info.parked) == (0, 0, False)
     assert engine.submit(session, ToyInputs(3.0)).result(10).result.averages
     assert engine.health().ready
+    engine.shutdown()
+
+
+def test_whoever_waits_for_a_copy_is_told_when_the_engine_dies_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_toy_engine(ToyModel("slide"), max_sessions=2)
+    session = engine.open_session()
+    engine.submit(session, ToyInputs(1.0)).result(10)
+
+    def broken(*_: object) -> object:
+        raise AssertionError("our own bug")
+
+    monkeypatch.setattr(residency, "finish_park", broken)
+    told: list[BaseException] = []
+
+    def park() -> None:
+        try:
+            engine.park(session)
+        except EngineStopped as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=park, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive(), "it waits for an answer that nobody gives any more"
+    assert "our own bug" in str(told[0])
     engine.shutdown()

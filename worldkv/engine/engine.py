@@ -318,10 +318,12 @@ class Engine(Generic[InputsT, StateT, ResultT]):
                 "called on the engine's own thread (by a future's callback, or an observer), which would wait for "
                 "itself for ever: call it on another thread, or use what returns a future (submit, begin_snapshot, ...)"
             )
+        was_ended = False  # a whole check ago
         while not wait({answer}, _CHECK_S).done:
             trouble = self._trouble()
-            if trouble is not None and answer.cancel():
+            if trouble is not None and (answer.cancel() or was_ended):  # it may have died in the middle of an answer
                 raise EngineStopped(trouble)
+            was_ended = self.core.ended
         return answer.result()
 
     def _trouble(self) -> str | None:
