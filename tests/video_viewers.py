@@ -23,15 +23,24 @@ from worldkv.server.server import PolicyServer, ServerConfig
 from worldkv.videos.app import VideoApp
 from worldkv.videos.muxer import packed_jpegs
 
-__all__ = ["Block", "Viewer", "call", "expected", "same", "serving", "video_app", "viewer"]
+__all__ = ["Block", "Viewer", "call", "expected", "running_app", "same", "serving", "viewer"]
 PATIENCE_S = 30.0
 
 
-def video_app(settings: CausalSettings = TINY, **options: Any) -> VideoApp:
+@contextmanager
+def running_app(settings: CausalSettings = TINY, **options: Any) -> Iterator[VideoApp]:
+    """Closed at the end, when every block has come back."""
     config = EngineConfig(block_size=16, **{"max_sessions": 8, **options})
     app = load_app(random_folder(settings), config, choices=Choices(**SIZE))
     assert isinstance(app, VideoApp)
-    return app
+    try:
+        yield app
+    finally:
+        app.close()
+        app.engine.shutdown()
+    pool = app.engine.core.cache.pool
+    pool.check()
+    assert pool.num_used == 0, "blocks leaked past shutdown"
 
 
 @contextmanager

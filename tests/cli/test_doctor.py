@@ -19,7 +19,7 @@ pytest.importorskip("fastapi")
 from engines import random_checkpoint
 from fake_proxy import PROXY_VARIABLES, fake_proxy
 from server_fakes import eventually, http_get
-from video_viewers import video_app
+from video_viewers import running_app
 
 from worldkv.cli.main import main
 from worldkv.engine.engine import EngineConfig
@@ -198,12 +198,9 @@ def test_what_is_no_npz_is_said_to_be_what_it_is_and_nothing_unsafe_is_advised(
 
 
 def test_a_server_of_videos_is_told_from_a_robot_s(capsys: pytest.CaptureFixture[str]) -> None:
-    app = video_app()
-    with PolicyServer(app, ServerConfig(port=0, api_key=KEY)) as server:
+    with running_app() as app, PolicyServer(app, ServerConfig(port=0, api_key=KEY)) as server:
         eventually(lambda: http_get(server.port, "/healthz")[0] == 200, 30)
         assert doctor(server) == 1
         said = capsys.readouterr().out
         assert "none is served here: it makes videos of 48 x 32 at 16 frames a second" in said
         assert f"http://127.0.0.1:{server.port}/" in said
-    app.close()
-    app.engine.shutdown()

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
 from server_fakes import eventually
-from video_viewers import Block, Viewer, call, serving, video_app, viewer
+from video_viewers import Block, Viewer, call, running_app, serving, viewer
 
 from worldkv.server.server import PolicyServer
 
@@ -97,27 +97,23 @@ class Somebody:
 
 @pytest.mark.timeout(120 + 2 * SECONDS)
 def test_viewers_that_do_anything_leave_nothing_behind() -> None:
-    app = video_app(max_sessions=6)
-    try:
-        with serving(app, max_sessions=12, max_snapshots=8, session_grace_s=0.5, session_idle_s=5) as server:
-            marks: list[str] = []
-            people = [Somebody(server, seed, marks) for seed in range(4)]
-            until = time.monotonic() + SECONDS
-            threads = [threading.Thread(target=one.live, args=(until,), daemon=True) for one in people]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SECONDS + 60)
-            told: Counter[str] = sum((one.told for one in people), Counter())
-            print(f"{sum(one.num_blocks for one in people)} blocks, told {dict(told)}")
-            assert [one.failure for one in people if one.failure is not None] == []
-            expected = {"bad_request", "session_not_found", "snapshot_not_found", "admission_refused", "session_ended"}
-            assert set(told) <= expected, told
-            assert sum(one.num_blocks for one in people) > SECONDS
-            eventually(lambda: call(server, "GET", "sessions")["sessions"] == [], 20)
-            eventually(lambda: call(server, "GET", "snapshots")["snapshots"] == [], 20)
-            eventually(lambda: app.engine.capacity().num_charged == 0, 20)
-            assert len(server._service.connections) == 0
-    finally:
-        app.close()
-        app.engine.shutdown()
+    limits = {"max_sessions": 12, "max_snapshots": 8, "session_grace_s": 0.5, "session_idle_s": 5}
+    with running_app(max_sessions=6) as app, serving(app, **limits) as server:
+        marks: list[str] = []
+        people = [Somebody(server, seed, marks) for seed in range(4)]
+        until = time.monotonic() + SECONDS
+        threads = [threading.Thread(target=one.live, args=(until,), daemon=True) for one in people]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS + 60)
+        told: Counter[str] = sum((one.told for one in people), Counter())
+        print(f"{sum(one.num_blocks for one in people)} blocks, told {dict(told)}")
+        assert [one.failure for one in people if one.failure is not None] == []
+        expected = {"bad_request", "session_not_found", "snapshot_not_found", "admission_refused", "session_ended"}
+        assert set(told) <= expected, told
+        assert sum(one.num_blocks for one in people) > SECONDS
+        eventually(lambda: call(server, "GET", "sessions")["sessions"] == [], 20)
+        eventually(lambda: call(server, "GET", "snapshots")["snapshots"] == [], 20)
+        eventually(lambda: app.engine.capacity().num_charged == 0, 20)
+        assert len(server._service.connections) == 0

@@ -30,7 +30,7 @@ from console_page import (
     wait_for,
 )
 from server_fakes import eventually
-from video_viewers import serving, video_app
+from video_viewers import running_app, serving
 
 from worldkv.server.server import PolicyServer
 from worldkv.videos.app import VideoApp
@@ -43,10 +43,8 @@ CANVAS = f"{FIRST} canvas.video"
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[VideoApp]:
-    app = video_app(max_sessions=10)
-    yield app
-    app.close()
-    app.engine.shutdown()
+    with running_app(max_sessions=10) as app:
+        yield app
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
 from causal import TINY
-from video_viewers import expected, same, serving, video_app, viewer
+from video_viewers import expected, running_app, same, serving, viewer
 
 from worldkv.server.console.stream import jpeg
 
@@ -29,8 +29,8 @@ def picture(side: int) -> str:
 
 @pytest.mark.parametrize("side", [40, 500])
 def test_a_world_begins_with_a_picture_and_no_other_one(side: int) -> None:
-    app, image = video_app(settings=FRAMEWISE, batch_invariant=True), picture(side)
-    with serving(app) as server, viewer(server) as one:
+    image = picture(side)
+    with running_app(FRAMEWISE, batch_invariant=True) as app, serving(app) as server, viewer(server) as one:
         assert one.hello["begins_with_an_image"]
         one.start(prompt="a lake", seed=3, image=image)
         blocks = one.blocks(3)
@@ -41,5 +41,3 @@ def test_a_world_begins_with_a_picture_and_no_other_one(side: int) -> None:
         one.say("start", prompt="a lake", image="no picture")
         error: Any = one.hear_after_blocks("error")
         assert (error["code"], error["field"]) == ("bad_request", "image")
-    app.close()
-    app.engine.shutdown()

@@ -22,7 +22,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
 from server_fakes import eventually
-from video_viewers import Block, Viewer, call, serving, video_app, viewer
+from video_viewers import Block, Viewer, call, running_app, serving, viewer
 
 from worldkv.server import videos
 from worldkv.server.server import PolicyServer
@@ -35,10 +35,8 @@ LONG_S = float(os.environ.get("WORLDKV_LONG_VIDEO_S", "0"))  # of a session that
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[VideoApp]:
-    app = video_app()
-    yield app
-    app.close()
-    app.engine.shutdown()
+    with running_app() as app:
+        yield app
 
 
 @pytest.fixture

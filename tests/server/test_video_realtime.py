@@ -14,7 +14,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
-from video_viewers import PATIENCE_S, serving, video_app
+from video_viewers import PATIENCE_S, running_app, serving
 from websockets.sync.client import ClientConnection, connect
 
 from worldkv.server.server import PolicyServer
@@ -22,11 +22,8 @@ from worldkv.server.server import PolicyServer
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[PolicyServer]:
-    app = video_app()
-    with serving(app) as server:
+    with running_app() as app, serving(app) as server:
         yield server
-    app.close()
-    app.engine.shutdown()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
 from server_fakes import eventually
-from video_viewers import Block, call, expected, same, serving, video_app, viewer
+from video_viewers import Block, call, expected, running_app, same, serving, viewer
 
 from worldkv.server.server import PolicyServer
 from worldkv.videos.app import VideoApp
@@ -25,10 +25,8 @@ LAKE, STORM = "a quiet lake", "a storm over the lake"
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[VideoApp]:
-    app = video_app(batch_invariant=True)
-    yield app
-    app.close()
-    app.engine.shutdown()
+    with running_app(batch_invariant=True) as app:
+        yield app
 
 
 @pytest.fixture

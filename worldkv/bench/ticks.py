@@ -40,7 +40,7 @@ def measure_window(bench: Bench) -> dict[str, Any]:
     for warm in (False, False, True):
         session = bench.engine.open_session()
         for tick in range(TICKS_PER_WINDOW):
-            with bench.watched() as watches:
+            with bench.executor.watched() as watches:
                 started = time.perf_counter()
                 result = bench.tick(session, make_inputs(bench.model, tick, first=tick == 0))
                 np.asarray(result.actions)
@@ -89,7 +89,7 @@ def measure_sessions(bench: Bench, counts: Sequence[int]) -> Iterator[dict[str, 
         seconds = dit = 0.0
         for tick in range(3 * TICKS_PER_WINDOW):
             finished = []
-            with bench.watched() as watches:
+            with bench.executor.watched() as watches:
                 started = time.perf_counter()
                 futures = [
                     bench.engine.submit(session, inputs[n][min((tick - n) % TICKS_PER_WINDOW, 1)])

@@ -8,9 +8,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 
 from worldkv.bench.released import TINY_VIDEO, VIDEO_ENCODERS, VIDEO_MODELS
-from worldkv.bench.timing import Stopwatch
 from worldkv.bench.watching import TimedExecutor
 from worldkv.engine.core import Model
 from worldkv.engine.engine import Engine, EngineConfig
@@ -46,16 +43,6 @@ class VideoBench:
     engine: Engine[BlockRequest, State, Block]
     model: CausalWan
     executor: TimedExecutor
-
-    @contextmanager
-    def watched(self) -> Iterator[dict[str, list[Stopwatch]]]:
-        """Stopwatches of all forwards ("forward") and encoders (by name) while the `with` lasts."""
-        watches: dict[str, list[Stopwatch]] = defaultdict(list)
-        self.executor.watches = watches
-        try:
-            yield watches
-        finally:
-            self.executor.watches = None
 
     @property
     def blocks_to_fill(self) -> int:
@@ -108,7 +95,7 @@ def measure_blocks(bench: VideoBench, ceiling: float) -> Figures:
     decode: list[float] = []
     whole: list[float] = []
     for _ in range(bench.blocks_to_fill + 2 + _BLOCKS):
-        with bench.watched() as watches:
+        with bench.executor.watched() as watches:
             started = time.perf_counter()
             bench.engine.submit(session, request).result()
             _settle(bench)

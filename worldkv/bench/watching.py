@@ -35,6 +35,16 @@ class TimedExecutor(LocalExecutor):
         self.watches["forward" if isinstance(first, Forward) else first.encoder].append(watch)
         return results
 
+    @contextmanager
+    def watched(self) -> Iterator[dict[str, list[Stopwatch]]]:
+        """Stopwatches of all forwards ("forward") and encoders (by name) while the `with` lasts."""
+        watches: dict[str, list[Stopwatch]] = defaultdict(list)
+        self.watches = watches
+        try:
+            yield watches
+        finally:
+            self.watches = None
+
 
 class Seen:
     """An observer: the velocities of a tick's drafts by step, and the cache's last layer after its clean pass."""
@@ -68,13 +78,3 @@ class Bench:
 
     def tick(self, session: SessionHandle, inputs: TickInputs) -> TickResult:
         return self.engine.submit(session, inputs).result().result
-
-    @contextmanager
-    def watched(self) -> Iterator[dict[str, list[Stopwatch]]]:
-        """Stopwatches of all forwards ("forward") and encoders (by name) while the `with` lasts."""
-        watches: dict[str, list[Stopwatch]] = defaultdict(list)
-        self.executor.watches = watches
-        try:
-            yield watches
-        finally:
-            self.executor.watches = None
