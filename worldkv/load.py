@@ -152,7 +152,8 @@ def _cache_needs(room: Room, num_blocks: int, device: torch.device) -> str:
 @contextmanager
 def _told_if_weights_do_not_fit(folder: Path, device: torch.device | str) -> Iterator[None]:
     """See `told_if_full`; what it takes is read off the sizes of the folder's files."""
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    files = [path for pattern in ("*.safetensors", "*.pt") for path in folder.glob(pattern)]
+    num_bytes = sum(path.stat().st_size for path in files)
     with told_if_full("loading weights", f"{folder} holds {gib(num_bytes)} of them for {device}"):
         yield
 

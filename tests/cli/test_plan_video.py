@@ -21,7 +21,7 @@ from worldkv.models.wan.layout import decoder_state_size  # noqa: E402
 def test_a_frame_and_a_decoder_s_state_cost_what_others_have_measured() -> None:
     plan = make_plan(sizes_of_model("longlive-1.3b"), 141, "model", None, "reset", 128)
     assert plan.frame == pytest.approx(287.5e6, rel=1e-3)
-    assert plan.state / 2**20 == pytest.approx(1801, abs=0.5)
+    assert plan.state / 2**20 == pytest.approx(2 * (1801 + 2.3 + 8), abs=1), "decoder, newest frames, a mixture; twice"
     assert plan.dit == pytest.approx(2 * 1.42e9, rel=0.01)
     infinity = make_plan(sizes_of_model("longlive-infinity-1.3b"), 141, "model", None, "reset", 128)
     assert infinity.charge - plan.charge == pytest.approx(12 * plan.frame, rel=0.01), "the window once more"
@@ -59,3 +59,23 @@ def test_a_folder_and_the_released_runs_can_be_planned_for(tmp_path: Path, capsy
     assert "--cfg-scale: longlive-1.3b is a model of video" in capsys.readouterr().err
     assert main(["plan", "--model", "longlive-1.3b", "--window-frames", "4"]) == 2
     assert VIDEO_ENCODERS.image is None
+
+
+def test_no_option_of_robots_is_taken_and_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_random_causal_wan(tmp_path / "causal")
+    for command, option in (
+        (["plan", "--model", "longlive-1.3b", "--window-policy", "slide"], "--window-policy"),
+        (["bench", "--model", "tiny-video", "--url", "ws://gpu-box"], "--url"),
+        (["bench", "--model", "tiny-video", "--robots", "3"], "--robots"),
+        (["serve", str(folder), "--port", "0", "--record", str(tmp_path / "records")], "--record"),
+    ):
+        assert main(command) == 2
+        assert f"error: {option}: is for robots" in capsys.readouterr().err
+
+
+def test_the_engine_charges_what_is_planned(tmp_path: Path) -> None:
+    folder = write_random_causal_wan(tmp_path / "causal")
+    choices = Choices(height=32, width=48)
+    plan = make_plan(sizes_of_video(Survey.open(folder, choices)), 1, "model", None, "reset", 16)
+    model = load(folder, height=32, width=48, dtype=torch.bfloat16)
+    assert model.max_state_bytes == plan.state

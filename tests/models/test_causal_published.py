@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,15 @@ def test_a_lora_is_merged_in_float32(form: str, base: Path, tmp_path: Path) -> N
         name = "blocks.0.ffn.0.weight"
         before = weights(random_folder())[f"dit.{name}"]
         assert torch.allclose(twice[f"dit.{name}"] - before, 2 * (merged[name] - before), atol=1e-6)
+
+
+def test_a_lora_beside_whole_weights_is_neither_merged_nor_dropped_silently(tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    shutil.copytree(random_folder(), folder)
+    write_lora(folder / "lora.pt", dit_of(plain_tensors()), peft)
+    with pytest.raises(CheckpointError, match=r"lora\.pt lies beside whole weights.*name it with --lora FILE"):
+        load(folder, **SIZE)
+    assert load(folder, lora=folder / "lora.pt", **SIZE)
 
 
 def test_a_lora_that_does_not_fit_is_listed(base: Path, tmp_path: Path) -> None:

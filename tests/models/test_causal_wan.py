@@ -75,7 +75,7 @@ def test_every_recorded_quantity_is_reproduced(recording: Recording, block_size:
     assert engine.core.cache.pool.num_used == 0
 
 
-@pytest.mark.parametrize("block_size", [16])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_recordings_are_reproduced_among_robots_ticks_after_forks_parking_and_restores(
     recording: Recording, block_size: int
 ) -> None:
@@ -91,7 +91,7 @@ def test_recordings_are_reproduced_among_robots_ticks_after_forks_parking_and_re
             robots.submit(robot, make_inputs(robots, number, 4 if number else 1)).result()
             number += 1
 
-    driver = threading.Thread(target=tick)
+    driver = threading.Thread(target=tick, daemon=True)
     driver.start()
     for number, said in enumerate(recording.calls["blocks"]):
         mark = engine.snapshot(session)

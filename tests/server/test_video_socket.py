@@ -302,3 +302,31 @@ def test_the_client_that_the_documents_show_makes_a_film(
     with av.open("lake.mp4") as container:
         times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
     assert times == [n / 16 for n in range(9 + 19 * 12)]
+
+
+def test_a_pause_is_no_new_episode_whatever_robots_do(app: VideoApp) -> None:
+    with serving(app, episode_gap_s=0.2) as server, viewer(server) as one:
+        one.start(prompt=LAKE, seed=3)
+        blocks = one.blocks(2)
+        one.say("pause")
+        one.hear_after_blocks("paused")
+        time.sleep(0.5)
+        one.say("play")
+        one.hear("playing")
+        following = one.block()
+    assert following.header["first_frame"] >= blocks[-1].header["first_frame"] + 12
+    assert following.header["prompt"] == LAKE
+
+
+def test_words_come_little_by_little_within_as_many_blocks_as_are_said(app: VideoApp, server: PolicyServer) -> None:
+    with viewer(server, shows=False) as one:
+        one.start(prompt=LAKE, seed=3)
+        blocks = one.blocks(4)
+        one.say("prompt", prompt=STORM, switch="blend", blend_blocks=2)
+        one.say("shown", block=3)
+        blocks += one.blocks(3)
+        one.say("prompt", prompt=STORM, blend_blocks="two")
+        assert one.hear_after_blocks("error")["field"] == "blend_blocks"
+    storm = {"prompt": STORM, "switch": "blend", "blend_blocks": 2}
+    frames = expected(app, {"prompt": LAKE, "seed": 3}, {}, {}, {}, storm, {}, {})
+    assert all(same(*pair) for pair in zip(blocks, frames, strict=True))

@@ -16,12 +16,12 @@ from worldkv.engine.room import DRIVER_BYTES, WORKSPACE, Room, usable_on_gpu
 from worldkv.models.causal_wan import folder as video
 from worldkv.models.causal_wan.config import CausalWanConfig
 from worldkv.models.causal_wan.config import kv_spec as video_spec
+from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.dreamzero.folder import DIT_PREFIX
 from worldkv.models.dreamzero.layout import TRUE_SIZES, needed_shapes
 from worldkv.models.dreamzero.spec import kv_spec
 from worldkv.models.dreamzero.survey import Survey, Surveyed, read_sizes
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE, WanConfig
-from worldkv.models.wan.layout import decoder_state_size
 
 if TYPE_CHECKING:
     from worldkv.kv.spec import KVSpec
@@ -88,7 +88,7 @@ class Sizes:
     spec_of: Callable[[float | None, WindowPolicy], KVSpec]
     model: str | None
     chunk_s: float
-    session_size: int = 0  # numbers of a session beside its K/V: how far its video was decoded
+    state_bytes: int = 0  # of one copy of what a session keeps beside its K/V, in bfloat16
     is_video: bool = False
 
 
@@ -143,7 +143,7 @@ def _sizes_of_video(config: CausalWanConfig, encoders: EncoderSizes, title: str)
         lambda cfg_scale, window_policy: spec,
         None,
         frames * VAE_TEMPORAL_STRIDE / _VIDEO_HZ,
-        session_size=decoder_state_size(encoders.vae, *config.latent_size),
+        state_bytes=state_bytes(config, encoders.vae, 2),
         is_video=True,
     )
 
@@ -177,34 +177,27 @@ def make_plan(
     if not 0 < memory_gb < math.inf:
         raise ValueError(f"memory: expected more than 0 GB, got {memory_gb}")
     spec = sizes.spec_of(cfg_scale, window_policy)
-    room = Room.of(spec, block_size, 2)
+    state = COPIES * sizes.state_bytes
+    room = Room.of(spec, block_size, 2, state)
     dit, memory = dit_bytes(sizes, precision), round(memory_gb * 1e9)
     frame = len(spec.branches) * spec.chunk_size * spec.bytes_per_token(2)
     conditioning = len(spec.branches) * sum(spec.conditioning.values()) * spec.bytes_per_token(2)
     usable = usable_on_gpu(memory - DRIVER_BYTES - dit - sizes.encoders, memory)
-    state = 2 * sizes.session_size
     return Plan(
         dit=dit,
         encoders=sizes.encoders,
         shared=room.bytes_shared,
-        charge=room.bytes_per_session,
+        charge=room.bytes_per_session - state,
         fork=len(spec.branches) * room.bytes_per_block,
-        parked=spec.window.max_chunks * frame + conditioning + state,
+        parked=spec.window.max_chunks * frame + conditioning + sizes.state_bytes,
         frame=frame,
         driver=DRIVER_BYTES,
         workspace=round(WORKSPACE * memory),
         memory=memory,
         state=state,
         num_blocks=room.blocks_in(usable),
-        num_sessions=_sessions_in(usable, room, state),
+        num_sessions=room.sessions_in(usable),
     )
-
-
-def _sessions_in(usable: int, room: Room, state: int) -> int:
-    """Each with its K/V and what else it keeps."""
-    if not state:
-        return room.sessions_in(usable)
-    return max(0, (usable - room.bytes_shared) // (room.bytes_per_session + state))
 
 
 def weights_and_room(

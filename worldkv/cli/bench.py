@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from worldkv.attention.names import check_name
 from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
-from worldkv.cli.bench_choices import AT_ONCE, OWN_ENGINE, PARTS, ROBOTS, SESSIONS, check_combination
+from worldkv.cli.bench_choices import (
+    AT_ONCE,
+    OWN_ENGINE,
+    PARTS,
+    ROBOTS,
+    SESSIONS,
+    check_combination,
+    expect_options_of_video,
+)
 from worldkv.cli.common import (
     add_attention,
     add_block_size,
@@ -80,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_video = arguments.model in (*VIDEO_MODELS, TINY_VIDEO)
     expect_options_of("causal_wan" if is_video else "dreamzero", arguments)
     if is_video:
+        expect_options_of_video(arguments)
         from worldkv.cli.bench_video import run_video
 
         return run_video(arguments, AT_ONCE)

@@ -10,6 +10,7 @@ import torch
 
 from worldkv.bench.timing import matrix_ceiling
 from worldkv.bench.videos import Figures, build_video_engine, measure_blocks, measure_video_sessions
+from worldkv.cli.bench_choices import SESSIONS
 from worldkv.cli.common import choose_device, choose_dtype
 from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.video import OF_VIDEO
@@ -17,7 +18,7 @@ from worldkv.engine.config import EngineConfig
 from worldkv.models.causal_wan.folder import Choices
 
 _PARTS = ("ticks", "sessions")
-_MOST_SESSIONS = 4  # one session fills a GPU: more are less often measured than waited for
+_SESSIONS = [1, 2, 4]  # where nobody says: one session fills a GPU
 
 
 def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> int:
@@ -30,7 +31,7 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> int:
             raise UsageError(f"--{name}: the models that are measured by name have settings of their own")
     device = choose_device(arguments.device)
     dtype = choose_dtype("auto", device)
-    counts = [number for number in arguments.sessions if number <= _MOST_SESSIONS] or [1]
+    counts = _SESSIONS if arguments.sessions == SESSIONS else arguments.sessions
     config = EngineConfig(
         block_size=arguments.block_size,
         max_sessions=max(counts) if "sessions" in parts else 1,

@@ -52,8 +52,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--switch",
         default="recache",
         metavar="MODE",
-        help="what other words do to the past: recache (it is computed anew under them) or keep (recache)",
+        help="what other words do to the past: recache (it is computed anew under them), keep, or blend (it is kept, "
+        "and they come little by little) (recache)",
     )
+    parser.add_argument("--blend-blocks", type=whole(1), default=4, metavar="N", help="of --switch blend (4)")
     add_output(parser, "file", "the video", default="video.mp4", endings=(".mp4",))
     add_engine_options(parser, robots=False, videos=True)
 
@@ -148,10 +150,11 @@ def _plan(
     while num_frames < wanted:
         request: Asked = {}
         while left and left[0][0] * app.frames_per_second <= num_frames:
-            request = {"prompt": left.pop(0)[1], "switch": arguments.switch}
+            way: Asked = {"switch": arguments.switch, "blend_blocks": arguments.blend_blocks}
+            request = {"prompt": left.pop(0)[1], **way}
         requests.append(request)
         num_frames += app.frames_per_block
-    for request in (*requests, {"switch": arguments.switch}):
+    for request in (*requests, {"switch": arguments.switch, "blend_blocks": arguments.blend_blocks}):
         app.read(request)  # nothing is made of words that will be refused
     return requests
 

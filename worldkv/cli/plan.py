@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.checkpoint is None and given:
             raise UsageError(f"{option}: is for a checkpoint folder; give one, or leave it out")
     sizes = _sizes(arguments)
+    if sizes.is_video and arguments.window_policy != "reset":
+        raise UsageError("--window-policy: is for robots' models; a video's window is --window-frames, --sink-frames")
     plan = _plan(arguments, sizes)
     rows = {
         "world model (DiT)": plan.dit,
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         "kept to work in": plan.workspace,
         "stored once for all": plan.shared,
         "a session's charge, its most": plan.charge,
-        **({"its decoder's state, beside that": plan.state} if plan.state else {}),
+        **({"its decoder's state, kept twice": plan.state} if plan.state else {}),
         "a fork's charge, likewise": plan.charge,
         "a fork's price, at its 1st write": plan.fork,
         "a frame of history": plan.frame,

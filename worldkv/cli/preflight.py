@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from worldkv.attention.names import check_name
 from worldkv.cli.errors import UsageError
+from worldkv.cli.video import kind_of
 from worldkv.engine.room import DoesNotFit, gib, usable_on_gpu
 from worldkv.words import count
 
@@ -88,6 +89,8 @@ def check_before_loading(
         ends.callback(tracer.close)
     check_engine_options(arguments)
     if arguments.record is not None:
+        if kind_of(arguments.checkpoint) != "robots":
+            raise UsageError(f"--record: is for robots' sessions; {arguments.checkpoint} is a model of video")
         _check_recordings(arguments.record, arguments.record_limit_gb)
     return listening, tracer
 

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Asked:
     """What a request says about its session. `named`: its client chose the id, so it outlives the socket. `restart`:
-    forget the history first. `resume`: it must exist. `prompt`: another one is another episode, where it is unnamed."""
+    forget the history first. `resume`: it must exist. `may_pause`: a silence begins no new episode, whatever
+    `episode_gap_s` says. `prompt`: another one is another episode, where it is unnamed."""
 
     named: bool = False
     restart: bool = False
     resume: bool = False
     prompt: object = None
+    may_pause: bool = False
 
 
 @dataclass(eq=False)

@@ -207,7 +207,7 @@ class SessionTable:
             return None
         if asked.restart:
             return "the request says so"
-        if gap is not None and silent_for > gap and not entry.uses:
+        if gap is not None and silent_for > gap and not entry.uses and not asked.may_pause:
             return f"{silent_for:.1f} s without a request"
         if not entry.named and _differ(entry.prompt, asked.prompt):
             return "another prompt"

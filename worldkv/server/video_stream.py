@@ -199,7 +199,7 @@ class Stream:
         require_encoder()
         if start.prompt is None and start.session_id is None and start.from_mark is None:
             raise BadRequest("prompt: a new world begins with words")
-        request = await self._read(start.prompt, start.switch, start.seed, start.image)
+        request = await self._read(start)
         await self._leave("another one is started")
         world = self._worlds.of(await self._entry(start))
         if world.stream is not None:
@@ -226,21 +226,20 @@ class Stream:
                 fork = await sessions.open(session_id, owner, held.snapshot)
                 fork.history.parent = held.session_id
         resume = start.prompt is None or start.from_mark is not None
-        asked = Asked(named=True, resume=resume, prompt=start.prompt)
+        asked = Asked(named=True, resume=resume, prompt=start.prompt, may_pause=True)
         async with sessions.use(session_id, self._connection, asked, owner) as entry:
             return entry
 
     async def _take_words(self, message: NewPrompt) -> None:
-        new, before = await self._read(message.prompt, message.switch, message.seed), self._coming
+        new, before = await self._read(message), self._coming
         if len(before.ids) >= _MAX_IDS:
             raise BadRequest(f"prompt: {_MAX_IDS} wait already for the next block")
         seed = before.request.seed if new.seed is None else new.seed
         self._coming = _Coming(replace(new, seed=seed), (*before.ids, message.id))
 
-    async def _read(
-        self, prompt: str | None, switch: str | None, seed: int | None, image: str | None = None
-    ) -> VideoRequest:
-        given = {"prompt": prompt, "switch": switch, "seed": seed, "image": image}
+    async def _read(self, message: Start | NewPrompt) -> VideoRequest:
+        names = ("prompt", "switch", "blend_blocks", "seed", "image")
+        given = {name: getattr(message, name, None) for name in names}
         fields = {name: value for name, value in given.items() if value is not None}
         return cast("VideoRequest", await self._service.in_thread(self._service.app.read, fields))
 
@@ -286,7 +285,7 @@ class Stream:
                 await self._leave("all that was asked for is there")
 
     async def _tick(self, world: World, request: VideoRequest, deadline: float | None) -> VideoReply:
-        asked = Asked(named=True, resume=True, prompt=request.prompt)
+        asked = Asked(named=True, resume=True, prompt=request.prompt, may_pause=True)
         use = self._service.sessions.use(world.entry.session_id, self._connection, asked, self._owner)
         async with use as entry:
             future = asyncio.wrap_future(entry.session.infer(request, deadline))

@@ -35,6 +35,7 @@ class Start:
     from_mark: str | None = None
     num_frames: int | None = None
     acknowledges: bool = True
+    blend_blocks: int | None = None
     image: str | None = None  # base64 of a file: what a new world begins with
 
 
@@ -46,6 +47,7 @@ class NewPrompt:
     switch: str | None = None
     seed: int | None = None
     id: object = None
+    blend_blocks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def _start(fields: Fields) -> Start:
         prompt=None if fields.get("prompt") is None else _text(fields, "prompt"),
         switch=_switch(fields),
         seed=_seed(fields),
+        blend_blocks=_blend_blocks(fields),
         image=None if fields.get("image") is None else _text(fields, "image"),
         format="mp4" if _one_of(fields, "format", get_args(Format)) == "mp4" else "jpeg",
         session_id=None if name is None else normalise_session_id(name),
@@ -147,7 +150,7 @@ def _prompt(fields: Fields) -> NewPrompt:
     own = fields.get("id")
     if len(json.dumps(own)) > _MAX_ID_CHARACTERS:
         raise BadRequest(f"id: expected at most {_MAX_ID_CHARACTERS} characters of JSON, got more")
-    return NewPrompt(_text(fields, "prompt"), _switch(fields), _seed(fields), own)
+    return NewPrompt(_text(fields, "prompt"), _switch(fields), _seed(fields), own, _blend_blocks(fields))
 
 
 def _fork(fields: Fields) -> Fork:
@@ -194,6 +197,13 @@ def _seed(fields: Fields) -> int | None:
     return seed
 
 
+def _blend_blocks(fields: Fields) -> int | None:
+    number = fields.get("blend_blocks")
+    if number is not None and type(number) is not int:
+        raise BadRequest(f"blend_blocks: expected a whole number, got {shown(number)}")
+    return number
+
+
 def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
     value = fields.get(name)
     if value is None:
@@ -203,10 +213,11 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
     return value
 
 
+_WORDS = ("prompt", "switch", "blend_blocks", "seed")
 # Type of a message -> the fields that it may have, and what reads them.
 _READERS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], Message]]] = {
-    "start": (("key", "prompt", "switch", "seed", "image", "format", "session_id", "pace", "from_mark"), _start),
-    "prompt": (("prompt", "switch", "seed", "id"), _prompt),
+    "start": (("key", *_WORDS, "image", "format", "session_id", "pace", "from_mark"), _start),
+    "prompt": ((*_WORDS, "id"), _prompt),
     "play": ((), lambda _: Play()),
     "pause": ((), lambda _: Pause()),
     "mark": (("name",), lambda fields: Mark(_name(fields, "name") if fields.get("name") else "")),

@@ -33,6 +33,7 @@ from worldkv.models.causal_wan.inputs import (
     prompt_key,
 )
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
+from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.saving import Saved
@@ -98,12 +99,9 @@ class CausalWan:
 
     @cached_property
     def max_state_bytes(self) -> int:
-        """Twice: a tick in flight keeps what it may roll back to."""
-        dit, blocks, (height, width) = self.dit, self.config.blocks, self.config.latent_size
-        recent = blocks.held_frames * self.config.dit.out_dim * height * width * dit.dtype.itemsize
-        decoder = self.encoders.vae.decode_state_bytes((height, width)) if self.decodes else 0
-        blend = self.config.dit.text_len * self.config.dit.text_dim * torch.float32.itemsize  # a mixture
-        return 2 * ((recent if self.recaches else 0) + decoder + blend)
+        """With the copy that a tick may roll back to."""
+        vae, itemsize = self.encoders.vae.sizes, self.dit.dtype.itemsize
+        return COPIES * state_bytes(self.config, vae, itemsize, recaches=self.recaches, decodes=self.decodes)
 
     def state_bytes(self, state: State) -> int:
         return state.num_bytes

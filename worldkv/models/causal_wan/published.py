@@ -77,6 +77,12 @@ def find_parts(folder: Path, file: str | None, wants_lora: bool) -> tuple[Part, 
         problems: list[str] = []
         whole = Part(SINGLE_FILE, read_headers(folder, problems).tensors)
         raise_if_any(folder, problems)
+        beside = [part.name for part in map(read_part, weight_files(folder)) if part.is_lora] if wants_lora else []
+        if beside:
+            raise CheckpointError(
+                f"{folder}: {beside[0]} lies beside whole weights, and may be merged into them already: take it "
+                "away, or name it with --lora FILE to have it merged"
+            )
         return whole, None
     if file is not None and Path(file).name != file:
         raise CheckpointError(f"file: expected a name within {folder}, got {file!r}")
@@ -88,7 +94,9 @@ def find_parts(folder: Path, file: str | None, wants_lora: bool) -> tuple[Part, 
     models = [part for part in models if _is_dit(part.tensors)] or models
     if len(models) > 1:
         names = ", ".join(part.name for part in models)
-        raise CheckpointError(f"{folder} holds several models ({names}): keep one there, or name its file")
+        raise CheckpointError(
+            f"{folder} holds several models ({names}): keep one there (from Python, `file` names one)"
+        )
     if wants_lora and len(loras) > 1:
         names = ", ".join(part.name for part in loras)
         raise CheckpointError(f"{folder} holds several LoRAs ({names}): keep one there, or name one with --lora FILE")

@@ -92,10 +92,6 @@ class WanVAE:
     def new_decode_state(self) -> VAEStream:
         return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("decoder")))
 
-    def decode_state_bytes(self, latent_size: tuple[int, int]) -> int:
-        """What a stream takes, once some latent frames of these rows and columns were decoded. Computes shapes only."""
-        return self._decoded_shapes(_SETTLED, latent_size).num_bytes
-
     def check_decode_state(self, state: VAEStream, latent_size: tuple[int, int]) -> None:
         """Raises BadRequest unless it is of one video that was decoded here. Computes shapes only."""
         if state.num_latent_frames < 1:
