@@ -48,8 +48,7 @@ def begun_inputs(inputs: Any) -> Any:
     return dataclasses.replace(inputs, state=np.zeros_like(inputs.state))
 
 
-@pytest.mark.parametrize("kind", ["i2v", "ti2v"])
-@pytest.mark.parametrize("window_policy", ["reset", "slide"])
+@pytest.mark.parametrize(("window_policy", "kind"), [("reset", "i2v"), ("reset", "ti2v"), ("slide", "ti2v")])
 def test_ticks_that_begin_ahead_are_equal_to_the_bit(kind: str, window_policy: str) -> None:
     """Some right, some with other frames or another prompt, of which nothing may remain."""
     engine = make_engine(kind, window_policy=window_policy, max_sessions=2, park_when_full=False)

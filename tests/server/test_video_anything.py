@@ -22,7 +22,7 @@ from video_viewers import Block, Viewer, call, running_app, serving, viewer
 
 from worldkv.server.server import PolicyServer
 
-SECONDS = float(os.environ.get("WORLDKV_ANYTHING_S", "8"))
+SECONDS = float(os.environ.get("WORLDKV_ANYTHING_S", "5"))
 NAMES = ("a", "b", "c")
 WORDS = ("a quiet lake", "a storm", "rain")
 
