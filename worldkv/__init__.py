@@ -13,9 +13,14 @@ if TYPE_CHECKING:
     from worldkv.client import PolicyClient as PolicyClient
     from worldkv.engine.engine import Engine as Engine
     from worldkv.engine.engine import EngineConfig as EngineConfig
+    from worldkv.engine.session import SessionHandle as SessionHandle
+    from worldkv.engine.sharing import SharedDevice as SharedDevice
+    from worldkv.load import load_app as load_app
     from worldkv.load import load_engine as load_engine
     from worldkv.load import load_policy as load_policy
+    from worldkv.load import load_videos as load_videos
     from worldkv.load import start_engine as start_engine
+    from worldkv.models.causal_wan.random import write_random_causal_wan as write_random_causal_wan
     from worldkv.models.dreamzero.random import write_random_checkpoint as write_random_checkpoint
     from worldkv.server.server import PolicyServer as PolicyServer
     from worldkv.server.server import ServerConfig as ServerConfig
@@ -26,9 +31,14 @@ _MODULES = {
     "PolicyClient": "worldkv.client",
     "PolicyServer": "worldkv.server.server",
     "ServerConfig": "worldkv.server.server",
+    "SessionHandle": "worldkv.engine.session",
+    "SharedDevice": "worldkv.engine.sharing",
+    "load_app": "worldkv.load",
     "load_engine": "worldkv.load",
     "load_policy": "worldkv.load",
+    "load_videos": "worldkv.load",
     "start_engine": "worldkv.load",
+    "write_random_causal_wan": "worldkv.models.causal_wan.random",
     "write_random_checkpoint": "worldkv.models.dreamzero.random",
 }
 

@@ -57,8 +57,9 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def browser(chromium: Any) -> Iterator[Any]:
     """At its usual size, in the light theme, without a key; a page that logs an error fails its test."""
-    from console_page import resize, theme
+    from console_page import PATIENCE_S, resize, theme
 
+    chromium.implicitly_wait(PATIENCE_S)  # a page that has just been opened has drawn nothing yet
     resize(chromium, 1280, 1400)
     theme(chromium, "light")
     yield chromium
