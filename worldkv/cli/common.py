@@ -66,9 +66,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, robots: bool = True,
     )
     add_attention(group)
     add_block_size(group)
-    group.add_argument(
-        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
-    )
+    add_precision(group)
     group.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -80,14 +78,24 @@ def add_engine_options(command: argparse.ArgumentParser, *, robots: bool = True,
         add_base(group)
         return
     add_robot_and_base(group)
+    add_steps(group)
+    group.add_argument(
+        "--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+    )
+
+
+def add_precision(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
+    )
+
+
+def add_steps(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--steps",
         type=_steps,
         choices=(5, 6, 7, 8, "all", "dynamic"),
         help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
-    )
-    group.add_argument(
-        "--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
     )
 
 
