@@ -8,7 +8,7 @@ Holds weights and constants only; a session's state is a `State` value that the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -17,9 +17,19 @@ import torch
 
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import RowLimits
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.state import KVState
-from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Row, batches_of_alike
+from worldkv.models.base import (
+    BatchLimits,
+    Encode,
+    Forward,
+    ModelCard,
+    OnHost,
+    Outcome,
+    Program,
+    Row,
+    batches_of_alike,
+)
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.inputs import (
     Blend,
@@ -32,12 +42,13 @@ from worldkv.models.causal_wan.inputs import (
     pixels_of,
     prompt_key,
 )
+from worldkv.models.causal_wan.ready import ready_steps
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.saving import Saved
-from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
+from worldkv.models.wan.dit import ForwardPlans, KeptTokens, WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
 
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
@@ -62,7 +73,7 @@ class CausalWan:
         self.schedule = Schedule.of(blocks.steps, blocks)
         self.first_schedule = Schedule.of(blocks.first_block_steps or blocks.steps, blocks)
         self.spec = kv_spec(config, recache)
-        self._block_tokens = blocks.frames_per_block * config.frame_tokens
+        self.block_tokens = blocks.frames_per_block * config.frame_tokens
         self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
 
     @property
@@ -129,23 +140,43 @@ class CausalWan:
     def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> list[torch.Tensor | None]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
         history = [row.activate() for row in rows]
-        text = [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
-        limits, text_limits = self._limits([h.num_queries for h in history])
         if self.spec.reads_copy:
             fill_copies(self.dit, cache.storage, rows)
-        plans = ForwardPlans(
+        velocities: dict[int, torch.Tensor | None] = {}
+        for indices in self._alike(history):
+            some = [rows[index] for index in indices]
+            text = [row.conditioning["text"].row(row.activate().num_queries) for row in some]
+            kept = kept_tokens(cache.storage, some) if self.spec.reads_copy else None
+            plans = self.plans(cache, [history[index] for index in indices], text, kept)
+            velocities |= zip(indices, self.dit([row.inputs for row in some], plans), strict=True)
+        return [velocities[index] for index in range(len(rows))]
+
+    def _alike(self, history: Sequence[AttentionRow]) -> list[list[int]]:
+        """Indices of rows that run together: those of blocks; each recache, which is rare, by itself. Mixed, they would
+        need plans and graphs for every mixture."""
+        blocks = [index for index, row in enumerate(history) if row.num_queries == self.block_tokens]
+        others = [[index] for index, row in enumerate(history) if row.num_queries != self.block_tokens]
+        return [blocks, *others] if blocks else others
+
+    def plans(
+        self,
+        cache: KVCache,
+        history: Sequence[AttentionRow],
+        text: Sequence[AttentionRow],
+        kept: KeptTokens | None = None,
+    ) -> ForwardPlans:
+        """Of rows that are alike. As many of one kind always make plans of one shape."""
+        limits = RowLimits(history[0].num_queries, self.spec.row_limits.num_visible)
+        text_limits = replace(limits, num_visible=self.spec.conditioning["text"])
+        return ForwardPlans(
             cache.backend.plan(cache.storage, history, limits),
             cache.backend.plan(cache.storage, text, text_limits),
-            kept=kept_tokens(cache.storage, rows, [h.num_queries for h in history]),
+            kept=kept,
         )
-        velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
-        return velocities
 
-    def _limits(self, num_queries: Sequence[int]) -> tuple[RowLimits, RowLimits]:
-        """Of history and text: as many rows of blocks always make plans of one shape. A recache, which is rare, has
-        more queries, and would make all others' plans larger."""
-        most = max(self._block_tokens, *num_queries)
-        return RowLimits(most, self.spec.row_limits.num_visible), RowLimits(most, self.spec.conditioning["text"])
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        """See MakesReady."""
+        return list(ready_steps(self, cache, limits))
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:
@@ -289,7 +320,7 @@ class CausalWan:
     def _clean_pass(self, kv: KVState, latents: torch.Tensor) -> Forward:
         """A finished block becomes history."""
         row = WanRow(latents, None, self._position(kv), self.config.blocks.context_noise, wants_velocity=False)
-        context = kv.prepare(BRANCH, self._block_tokens, commit=True)
+        context = kv.prepare(BRANCH, self.block_tokens, commit=True)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "commit")
 
     def _denoise(
@@ -297,7 +328,7 @@ class CausalWan:
     ) -> Generator[Forward, list[torch.Tensor], torch.Tensor]:
         """The block's latents [C, F, h, w], from noise."""
         x, epsilons = self._noise(kv.num_chunks, state, inputs, len(schedule))
-        context = kv.prepare(BRANCH, self._block_tokens, commit=False)
+        context = kv.prepare(BRANCH, self.block_tokens, commit=False)
         for step, timestep in enumerate(schedule.timesteps):
             row = WanRow(x, None, self._position(kv), timestep, wants_velocity=True)
             (velocity,) = yield Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "denoise")

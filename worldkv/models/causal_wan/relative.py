@@ -36,15 +36,12 @@ def fill_copies(dit: WanDiT, storage: KVStorage, rows: Sequence[Row[WanRow]]) ->
         copy.is_filled = True
 
 
-def kept_tokens(storage: KVStorage, rows: Sequence[Row[WanRow]], num_queries: Sequence[int]) -> KeptTokens | None:
-    """Those of committing rows. None where there are none."""
-    starts = np.cumsum([0, *num_queries])
-    kept = [
-        (np.arange(start, start + len(row.context.history_slots)), row.context.history_slots)
-        for row, start in zip(rows, starts, strict=False)
-        if row.context.history_slots is not None
+def kept_tokens(storage: KVStorage, rows: Sequence[Row[WanRow]]) -> KeptTokens:
+    """Those of committing rows, of rows that are active."""
+    slots = [
+        np.full(row.activate().num_queries, -1, dtype=np.int64)
+        if row.context.history_slots is None
+        else row.context.history_slots
+        for row in rows
     ]
-    if not kept:
-        return None
-    tokens, slots = (upload(np.concatenate(parts), storage.device) for parts in zip(*kept, strict=True))
-    return KeptTokens(storage, tokens, slots)
+    return KeptTokens(storage, upload(np.concatenate(slots), storage.device))

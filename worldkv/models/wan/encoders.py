@@ -141,12 +141,13 @@ class WanVAE:
             raise ValueError(f"latents must be [B, {self.sizes.z_dim}, F, h, w], got {list(latents.shape)}")
         weight = self.module.get_parameter("quant_conv.weight")
         z = (latents.to(weight.device).float() * self._std + self._mean).to(weight.dtype)
-        tails, frames, alone = list(state._tails), [], int(state.num_latent_frames == 0)  # the first stands alone
-        for part in (z[:, :, :alone], *torch.split(z[:, :, alone:], self.latents_at_once, dim=2)):
-            if part.shape[2]:
-                x = self.module.post_quant_conv(part)
-                first = not frames and bool(alone)
-                frames.append(self.module.decoder(x, feat_cache=tails, feat_idx=[0], first_chunk=first))
+        first = state.num_latent_frames == 0
+        tails, frames = list(state._tails), []
+        # the first latent frame stands alone
+        parts = torch.split(z[:, :, 1 if first else 0 :], self.latents_at_once, dim=2) if z.shape[2] > first else ()
+        for index, part in enumerate((*([z[:, :, :1]] if first else []), *parts)):
+            x = self.module.post_quant_conv(part)
+            frames.append(self.module.decoder(x, feat_cache=tails, feat_idx=[0], first_chunk=first and index == 0))
         video = _unfold_pixels(torch.cat(frames, dim=2), self.sizes.pixel_patch).clamp(-1.0, 1.0)
         state._tails, state.num_latent_frames = tails, state.num_latent_frames + z.shape[2]
         return video
