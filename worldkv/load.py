@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,8 @@ def start_engine(
     make_executor: Callable[[KVCache], Executor] | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size."""
+    if torch.device(device).type == "cuda":
+        gc.collect()  # an engine refers to itself, so one that was shut down holds its pages until then
     room = room_of(model, config, dtype)
     num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device))
     with told_if_full("making the cache", _cache_needs(room, num_blocks, torch.device(device))):

@@ -98,6 +98,10 @@ def test_a_place_that_is_the_other_kind_or_cannot_be_written_is_told(tmp_path: P
             "--device: is for an engine in this process; leave it",
         ),
         (["bench", "--url", "h", "--parts", "ticks"], "--parts: of a server only paced can be measured"),
+        (
+            ["bench", "--parts", "baseline", "--precision", "fp8"],
+            "--precision: baseline is measured in the model's",
+        ),
         (["bench", "--robots", "3"], "--robots: is for robots at their own pace; give --parts paced as well"),
         (["bench", "--parts", "paced", "--proxy", "none"], "--proxy: is for a server; give its --url"),
     ],

@@ -70,7 +70,7 @@ def build_video_engine(
     if name == TINY_VIDEO:
         with tempfile.TemporaryDirectory() as folder:
             made, height, width = write_random_causal_wan(Path(folder) / "random"), choices.height, choices.width
-            model = load(made, device=device, dtype=dtype, height=height or 32, width=width or 48)
+            model = load(made, device=device, dtype=dtype, precision=precision, height=height or 32, width=width or 48)
     else:
         wanted = chosen(VIDEO_MODELS[name](), choices)
         if wanted.blocks.window_frames == -1:

@@ -16,6 +16,7 @@ from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
 from worldkv.cli.bench_choices import (
     AT_ONCE,
+    DEFAULT_STEPS,
     OWN_ENGINE,
     PARTS,
     ROBOTS,
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
         "precision": arguments.precision,
-        "steps": arguments.steps or 8,
+        "steps": arguments.steps or DEFAULT_STEPS,
     }
     print(
         f"{arguments.model} with random weights on {results['device']}, torch {torch.__version__}, {results['dtype']}"
@@ -159,9 +160,14 @@ def _engine(
 ) -> Bench:
     from worldkv.bench.models import build_engine
 
-    steps = 8 if arguments.steps is None else arguments.steps
     return build_engine(
-        arguments.model, config, device, dtype, precision=arguments.precision, steps=steps, progress=progress
+        arguments.model,
+        config,
+        device,
+        dtype,
+        precision=arguments.precision,
+        steps=arguments.steps or DEFAULT_STEPS,
+        progress=progress,
     )
 
 
@@ -223,13 +229,14 @@ def _measure_engine(
             results["profile"] = _profile(bench)
         if "memory" in arguments.parts and device.type == "cuda":
             results["memory"] = _memory(bench)
-        if "baseline" in arguments.parts:
+        has_products = arguments.precision == "model"
+        if "baseline" in arguments.parts and has_products:
             results["baseline"] = _baseline(bench)
             if "ticks" in results:
                 ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
                 results["baseline"]["ratio"] = round(ratio, 2)
                 print(f"  the paged engine is {ratio:.2f} times faster")
-        if "fp8" in arguments.parts and device.type == "cuda" and arguments.precision == "model":
+        if "fp8" in arguments.parts and device.type == "cuda" and has_products:
             results["fp8"] = _float8(bench, results["ceilings"]["matrix_tflops"])
     finally:
         bench.engine.shutdown()

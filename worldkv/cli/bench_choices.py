@@ -12,9 +12,11 @@ from worldkv_client import ServerAddress
 
 PARTS = ("attention", "ticks", "sessions", "paced", "parking", "steady", "profile", "memory", "baseline", "fp8")
 OWN_ENGINE = ("paced", "parking")  # each makes an engine of its own, and paced takes a minute for each number of robots
+OF_PRODUCTS = ("baseline", "fp8")  # read the products' own weights, which --precision fp8 gives up
 AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
 SESSIONS = [1, 2, 4, 8, 16, 32, 64]
 ROBOTS = [4, 8, 16]
+DEFAULT_STEPS = 8  # as the models have
 _OF_SERVERS: dict[str, object] = {"dialect": "roboarena", "proxy": "auto"}
 _OF_PACED: dict[str, object] = {
     "find": False,
@@ -40,6 +42,9 @@ def check_combination(arguments: argparse.Namespace) -> None:
         wrong, why = _OF_SERVERS | _OF_PACED, "is for robots at their own pace; give --parts paced as well"
     else:
         wrong, why = _OF_SERVERS, "is for a server; give its --url"
+    unmeasured = [part for part in arguments.parts if part in OF_PRODUCTS]
+    if arguments.precision == "fp8" and unmeasured and arguments.parts is not AT_ONCE:
+        raise UsageError(f"--precision: {unmeasured[0]} is measured in the model's own; leave one of them out")
     for field, default in wrong.items():
         if getattr(arguments, field) != default:
             raise UsageError(f"{arguments.options[field]}: {why}")

@@ -46,11 +46,12 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> int:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
+        "precision": arguments.precision,
     }
     with torch.no_grad():
         ceiling = round(matrix_ceiling(device, dtype), 4)
         results["matrix_tflops"] = ceiling
-        bench = build_video_engine(arguments.model, choices, config, device, dtype)
+        bench = build_video_engine(arguments.model, choices, config, device, dtype, precision=arguments.precision)
         try:
             video = bench.model.config
             results |= {"pixels": [video.height, video.width], "window_frames": video.blocks.held_frames}
