@@ -98,10 +98,9 @@ def test_a_place_that_is_the_other_kind_or_cannot_be_written_is_told(tmp_path: P
             "--device: is for an engine in this process; leave it",
         ),
         (["bench", "--url", "h", "--parts", "ticks"], "--parts: of a server only paced can be measured"),
-        (
-            ["bench", "--parts", "baseline", "--precision", "fp8"],
-            "--precision: baseline is measured in the model's",
-        ),
+        (["bench", "--parts", "baseline", "--precision", "fp8"], "--precision: baseline compares with 8 steps"),
+        (["bench", "--parts", "fp8", "--steps", "5"], "--steps: fp8 compares with 8 steps"),
+        (["bench", "--parts", "attention", "--steps", "5"], "--steps: is for parts that run an engine"),
         (["bench", "--robots", "3"], "--robots: is for robots at their own pace; give --parts paced as well"),
         (["bench", "--parts", "paced", "--proxy", "none"], "--proxy: is for a server; give its --url"),
     ],
