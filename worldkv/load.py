@@ -12,6 +12,7 @@ import torch
 from worldkv.app import AnyApp
 from worldkv.attention.backend import choose_backend
 from worldkv.attention.names import check_name
+from worldkv.device import forget_ended_engines
 from worldkv.engine.core import Observer
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.engine.executor import Executor
@@ -109,6 +110,7 @@ def start_engine(
     make_executor: Callable[[KVCache], Executor] | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size."""
+    forget_ended_engines(device)
     room = room_of(model, config, dtype)
     num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device))
     with told_if_full("making the cache", _cache_needs(room, num_blocks, torch.device(device))):
@@ -152,6 +154,7 @@ def _cache_needs(room: Room, num_blocks: int, device: torch.device) -> str:
 @contextmanager
 def _told_if_weights_do_not_fit(folder: Path, device: torch.device | str) -> Iterator[None]:
     """See `told_if_full`; what it takes is read off the sizes of the folder's files."""
+    forget_ended_engines(device)
     files = [path for pattern in ("*.safetensors", "*.pt") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
     with told_if_full("loading weights", f"{folder} holds {gib(num_bytes)} of them for {device}"):

@@ -29,6 +29,10 @@ def test_what_is_not_measured_of_video_is_refused(tmp_path: Path, capsys: pytest
     for options, words in (
         (["--model", "tiny-video", "--parts", "baseline"], "--parts: of causal video ticks and sessions"),
         (["--model", "tiny-video", "--preset", "longlive"], "--preset"),
+        (
+            ["--model", "tiny-video", "--device", "cpu", "--precision", "fp8"],
+            "--precision: expected 'model'",
+        ),
         (["--model", "tiny", "--window-frames", "12"], "--window-frames: tiny is a model of robots"),
     ):
         assert main(["bench", *options, "--output", str(tmp_path)]) == 2

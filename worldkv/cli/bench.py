@@ -16,12 +16,15 @@ from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
 from worldkv.cli.bench_choices import (
     AT_ONCE,
+    COMPARED,
+    DEFAULT_STEPS,
     OWN_ENGINE,
     PARTS,
     ROBOTS,
     SESSIONS,
     check_combination,
     expect_options_of_video,
+    is_compared,
 )
 from worldkv.cli.bench_paced import measure_engines, measure_servers
 from worldkv.cli.common import (
@@ -31,6 +34,7 @@ from worldkv.cli.common import (
     add_precision,
     add_server_address,
     add_steps,
+    check_precision,
     choose_device,
     choose_dtype,
 )
@@ -108,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         from worldkv.bench.timing import copy_ceiling, matrix_ceiling
 
         device = choose_device(arguments.device)
+        check_precision(arguments.precision, device)
         dtype = choose_dtype("auto", device)
     results: dict[str, Any] = {
         "benchmark": "bench",
@@ -118,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
         "precision": arguments.precision,
-        "steps": arguments.steps or 8,
+        "steps": arguments.steps or DEFAULT_STEPS,
     }
     print(
         f"{arguments.model} with random weights on {results['device']}, torch {torch.__version__}, {results['dtype']}"
@@ -159,9 +164,14 @@ def _engine(
 ) -> Bench:
     from worldkv.bench.models import build_engine
 
-    steps = 8 if arguments.steps is None else arguments.steps
     return build_engine(
-        arguments.model, config, device, dtype, precision=arguments.precision, steps=steps, progress=progress
+        arguments.model,
+        config,
+        device,
+        dtype,
+        precision=arguments.precision,
+        steps=arguments.steps or DEFAULT_STEPS,
+        progress=progress,
     )
 
 
@@ -202,6 +212,7 @@ def _measure_engine(
     from worldkv.bench.models import sessions_that_fit
     from worldkv.bench.steady import made_so_far
 
+    parts = [part for part in arguments.parts if part not in COMPARED or is_compared(arguments)]
     counts = sessions_that_fit(arguments.model, arguments.sessions)
     config = EngineConfig(
         block_size=arguments.block_size, max_sessions=max([1, *counts]), max_rows=128, attention=arguments.attention
@@ -223,13 +234,15 @@ def _measure_engine(
             results["profile"] = _profile(bench)
         if "memory" in arguments.parts and device.type == "cuda":
             results["memory"] = _memory(bench)
-        if "baseline" in arguments.parts:
+        if len(parts) < len(arguments.parts):
+            print(f"{' and '.join(COMPARED)} are left out: they compare with {DEFAULT_STEPS} steps, not in float8")
+        if "baseline" in parts:
             results["baseline"] = _baseline(bench)
             if "ticks" in results:
                 ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
                 results["baseline"]["ratio"] = round(ratio, 2)
                 print(f"  the paged engine is {ratio:.2f} times faster")
-        if "fp8" in arguments.parts and device.type == "cuda" and arguments.precision == "model":
+        if "fp8" in parts and device.type == "cuda":
             results["fp8"] = _float8(bench, results["ceilings"]["matrix_tflops"])
     finally:
         bench.engine.shutdown()

@@ -11,7 +11,7 @@ import torch
 from worldkv.bench.timing import matrix_ceiling
 from worldkv.bench.videos import Figures, build_video_engine, measure_blocks, measure_video_sessions
 from worldkv.cli.bench_choices import SESSIONS
-from worldkv.cli.common import choose_device, choose_dtype
+from worldkv.cli.common import check_precision, choose_device, choose_dtype
 from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.video import OF_VIDEO
 from worldkv.engine.config import EngineConfig
@@ -30,6 +30,7 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> int:
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name}: the models that are measured by name have settings of their own")
     device = choose_device(arguments.device)
+    check_precision(arguments.precision, device)
     dtype = choose_dtype("auto", device)
     counts = _SESSIONS if arguments.sessions == SESSIONS else arguments.sessions
     config = EngineConfig(
@@ -46,11 +47,12 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> int:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
+        "precision": arguments.precision,
     }
     with torch.no_grad():
         ceiling = round(matrix_ceiling(device, dtype), 4)
         results["matrix_tflops"] = ceiling
-        bench = build_video_engine(arguments.model, choices, config, device, dtype)
+        bench = build_video_engine(arguments.model, choices, config, device, dtype, precision=arguments.precision)
         try:
             video = bench.model.config
             results |= {"pixels": [video.height, video.width], "window_frames": video.blocks.held_frames}
