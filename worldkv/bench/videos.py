@@ -18,6 +18,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from worldkv.bench.paced import Figures
 from worldkv.bench.released import TINY_VIDEO, VIDEO_ENCODERS, VIDEO_MODELS
 from worldkv.bench.watching import TimedExecutor
 from worldkv.device import forget_ended_engines
@@ -35,7 +36,6 @@ from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
 
-Figures = dict[str, object]
 _BLOCKS = 4  # that are counted, once the window is full
 
 

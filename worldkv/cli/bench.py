@@ -53,7 +53,7 @@ MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
     "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
     "a table, leaves bench.json and plots in the output folder; the last line is the JSON. Of causal video: blocks\n"
-    "of one session (ticks) and of several (sessions)."
+    "of one session and how soon pictures come (ticks), of several (sessions), paced viewers, a plain baseline."
 )
 EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 
@@ -72,12 +72,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     many = f"at once, for the part of that name ({' '.join(map(str, SESSIONS))})"
     parser.add_argument("--sessions", type=whole(1), nargs="+", default=SESSIONS, metavar="N", help=many)
-    paced = parser.add_argument_group("robots at their own pace (--parts paced)")
-    paced.add_argument("--robots", type=whole(1), nargs="+", default=ROBOTS, metavar="N", help="how many (4 8 16)")
+    paced = parser.add_argument_group("robots, or viewers of video, at their own pace (--parts paced)")
+    number = "how many (4 8 16; of viewers 1 2 3)"
+    paced.add_argument("--robots", type=whole(1), nargs="+", default=ROBOTS, metavar="N", help=number)
     find = "the most robots, from the least to the most of --robots, that get 99 %% of their replies in time"
     paced.add_argument("--find", action="store_true", help=find)
-    period = f"between a robot's asks; later replies are late ({Pace.period_s})"
-    paced.add_argument("--period", type=seconds, default=Pace.period_s, metavar="S", help=period)
+    period = f"between a robot's asks; later replies are late ({Pace.period_s}; of viewers as long as a block plays)"
+    paced.add_argument("--period", type=seconds, metavar="S", help=period)
     paced.add_argument("--episode", type=seconds, metavar="S", help="after about that another robot comes (never)")
     length = f"of each run ({Pace.seconds:g})"
     paced.add_argument("--seconds", type=seconds, default=Pace.seconds, metavar="S", help=length)
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         expect_options_of_video(arguments)
         from worldkv.cli.bench_video import run_video
 
-        return run_video(arguments, AT_ONCE)
+        return _leave(arguments.output, run_video(arguments, AT_ONCE))
     check_combination(arguments)
     if arguments.url is not None:
         about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}

@@ -22,7 +22,7 @@ _OF_PACED: dict[str, object] = {
     "find": False,
     "episode": None,
     "observe": None,
-    "period": Pace.period_s,
+    "period": None,
     "seconds": Pace.seconds,
     "robots": ROBOTS,
 }
@@ -64,6 +64,13 @@ def is_compared(arguments: argparse.Namespace) -> bool:
 
 def expect_options_of_video(arguments: argparse.Namespace) -> None:
     """The same for a model of video. Raises UsageError."""
-    for field, default in {"url": None, **_OF_SERVERS, **_OF_PACED}.items():
+    for field, default in {"url": None, "observe": None, **_OF_SERVERS}.items():
         if getattr(arguments, field) != default:
             raise UsageError(f"{arguments.options[field]}: is for robots; {arguments.model} is a model of video")
+
+
+def expect_no_pace(arguments: argparse.Namespace, why: str) -> None:
+    """Raises UsageError where an option says how robots or viewers ask."""
+    for field, default in _OF_PACED.items():
+        if getattr(arguments, field) != default:
+            raise UsageError(f"{arguments.options[field]}: {why}")
