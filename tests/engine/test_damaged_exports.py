@@ -89,7 +89,7 @@ def test_what_is_no_export_is_refused(engine: Engine, data: bytes) -> None:
 
 
 MADE_UP: dict[str, tuple[Callable[[Any, dict[str, Any]], None], str]] = {
-    "kind": (lambda about, _: about.update(kind="compact"), "export.kind"),
+    "kind": (lambda about, _: about.update(kind="other"), "export.kind"),
     "family": (lambda about, _: about["model"].update(family="other"), "model.family: expected 'dreamzero'"),
     "window": (lambda about, _: about["model"].update(window=77), "model.window"),
     "dtype": (lambda about, _: about["model"].update(pages="torch.bfloat16"), "model.pages"),
@@ -122,8 +122,8 @@ def test_what_is_made_up_is_refused_by_name(engine: Engine, export: bytes, what:
 
 
 def test_another_version_is_told(engine: Engine, export: bytes) -> None:
-    text = export.replace(b'"version": "1"', b'"version": "2"', 1)
-    assert "version: this worldkv reads 1, got 2" in refusal(engine, text)
+    text = export.replace(b'"version": "2"', b'"version": "1"', 1)
+    assert "version: this worldkv reads 2, got 1" in refusal(engine, text)
 
 
 def _everywhere(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

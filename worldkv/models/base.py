@@ -192,6 +192,29 @@ class SavesState(Protocol[StateT]):
 
 
 @runtime_checkable
+class RebuildsHistory(Protocol[StateT]):
+    """A model that can compute a session's K/V anew from what its state remembers (prompt, latents, an image), by clean
+    passes: its sessions can be exported without their pages."""
+
+    def compact(self, state: StateT) -> StateT:
+        """Without what `rebuild` makes again; to be saved by `save_state`."""
+        ...
+
+    def load_compact(self, saved: Saved) -> StateT:
+        """What `compact` returned, on the host. On any thread. Raises BadRequest as `load_state` does."""
+        ...
+
+    def why_inexact(self, state: StateT) -> str | None:
+        """Why what `rebuild` makes would not be what was there, bit for bit, in a few words; None: it would."""
+        ...
+
+    def rebuild(self, kv: KVState, state: StateT) -> Program[object, StateT]:
+        """Make the history of a state that `load_compact` returned, in an empty `kv`. The outcome's state is the
+        session's from then on."""
+        ...
+
+
+@runtime_checkable
 class WorksAhead(Protocol[InputsT_contra, StateT]):
     """A model whose ticks can begin before they are asked for, with what is known by then.
 
