@@ -218,7 +218,7 @@ def test_an_import_without_room_is_refused_before_it_is_rebuilt() -> None:
 
 
 def test_while_one_is_rebuilt_others_are_served_and_parked_as_ever() -> None:
-    engine = make_engine("ti2v", block_size=16, max_sessions=2)
+    engine = make_engine("ti2v", block_size=16, max_sessions=2, batch_invariant=True)
     first = engine.open_session()
     for number in range(3):
         tick(engine, first, number)

@@ -21,6 +21,7 @@ from toy_model import ToyModel, make_toy_engine  # noqa: E402
 from worldkv.engine.engine import Engine, EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_policy  # noqa: E402
+from worldkv.models.fingerprint import fingerprint  # noqa: E402
 from worldkv.models.session_file import Part, read, write  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -183,6 +184,28 @@ def test_a_model_that_saves_nothing_says_so() -> None:
     with pytest.raises(BadRequest, match="cannot leave"):
         toy.import_session(json.dumps({}).encode())
     toy.shutdown()
+
+
+def test_a_session_of_other_weights_of_the_same_sizes_is_refused() -> None:
+    """One number of one tensor differs, and everything by its seed."""
+    engine = make_engine("ti2v", block_size=16)
+    session = engine.open_session()
+    engine.submit(session, make_inputs(engine, 0, 1)).result()
+    exports = [engine.export(session, compact=compact).to_bytes() for compact in (False, True)]
+    model = engine.model
+    parts = {"dit": model.dit}
+    before = fingerprint(parts)
+    assert fingerprint(parts) == before
+    weight = next(iter(model.dit.parameters()))
+    with torch.no_grad():
+        weight.view(-1)[0] += 1
+        assert fingerprint(parts) != before
+        weight.view(-1)[0] -= 1
+    engine.close(session, "done").result()
+    model._weights = "0" * 32
+    for data in exports:
+        assert f"import: model.weights: expected '{'0' * 32}', as here" in refusal(engine, data)
+    engine.shutdown()
 
 
 def test_another_model_s_session_is_refused(export: bytes) -> None:

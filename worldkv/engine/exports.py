@@ -356,6 +356,7 @@ def _identity(model: Model, cache: KVCache) -> dict[str, object]:
     return {
         "family": model.card.family,
         "sizes": model.card.sizes,
+        "weights": model.card.weights,
         "pages": str(cache.storage.format),
         "num_layers": spec.num_layers,
         "num_heads": spec.num_heads,

@@ -96,13 +96,15 @@ Program = Generator[Request, Any, Outcome[ResultT, StateT]]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The facts of a model that people are shown. `sizes`: in a few words. `facts`: the family's own; plain values."""
+    """The facts of a model that people are shown. `sizes`: in a few words. `facts`: the family's own; plain values.
+    `weights`: what tells them from others of the same sizes, see models/fingerprint; "": nothing does."""
 
     family: str
     sizes: str
     num_weight_bytes: int
     window_chunks: int
     facts: Mapping[str, Any]
+    weights: str = ""
 
 
 class WorldModel(Protocol[InputsT, StateT, ResultT]):

@@ -38,6 +38,7 @@ from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.causal_wan.texts import Texts
+from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
 from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
@@ -59,6 +60,8 @@ class CausalWan:
     ) -> None:
         self.config, self.dit, self.encoders = config, dit, encoders
         self.recaches, self.decodes = recache, decodes
+        modules = {"dit": dit, "vae": encoders.vae.module, "text": encoders.text.module}
+        self._weights = fingerprint(modules)  # before they are made faster
         blocks = config.blocks
         self.schedule = Schedule.of(blocks.steps, blocks)
         self.first_schedule = Schedule.of(blocks.first_block_steps or blocks.steps, blocks)
@@ -82,6 +85,7 @@ class CausalWan:
                 "frame_tokens": self.config.frame_tokens,
                 "pixels": [self.config.height, self.config.width],
             },
+            weights=self._weights,
         )
 
     @cached_property

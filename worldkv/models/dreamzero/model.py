@@ -45,6 +45,7 @@ from worldkv.models.dreamzero.spec import kv_spec as kv_spec
 from worldkv.models.dreamzero.state import Begun, Past, load_compact, load_state, save_state
 from worldkv.models.dreamzero.state import State as State
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
+from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
@@ -77,6 +78,8 @@ class DreamZero:
         self.encoding = Encoding(config, encoders, dit.device, dit.dtype)
         assert encoders.image is not None, "DreamZero reads an image"
         self._image = encoders.image
+        modules = {"dit": dit, "vae": encoders.vae.module, "text": encoders.text.module, "image": self._image.module}
+        self._weights = fingerprint(modules)  # before they are made faster
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
@@ -97,6 +100,7 @@ class DreamZero:
                 "cfg_scale": self.config.cfg_scale,
                 "frame_tokens": dit.frame_tokens,
             },
+            weights=self._weights,
         )
 
     @cached_property
