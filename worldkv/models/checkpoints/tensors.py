@@ -87,11 +87,12 @@ class StoredTensors:
             stored = self.tensor(source.key)
             return stored.reshape(stored.shape[source.squeeze :])
         assert source.squeeze == 0, "a source is split or squeezed, not both"
-        rows = self.shapes[source.key][0] // source.parts
+        size = self.shapes[source.key][source.dim] // source.parts
+        wanted = slice(source.part * size, (source.part + 1) * size)
+        index = (*[slice(None)] * source.dim, wanted)
         if source.key in self.adapters:
-            return self.tensor(source.key)[source.part * rows : (source.part + 1) * rows]
-        stored = self._handle(source.key).get_slice(self.places[source.key].key)
-        part: torch.Tensor = stored[source.part * rows : (source.part + 1) * rows]
+            return self.tensor(source.key)[index]
+        part: torch.Tensor = self._handle(source.key).get_slice(self.places[source.key].key)[index]
         return part
 
     def _as_stored(self, name: str) -> torch.Tensor:
