@@ -216,8 +216,8 @@ def preset_settings(name: object, where: str) -> CausalSettings:
 
 
 def kv_spec(config: CausalWanConfig, recache: bool = True, mesh: Mesh = ALONE) -> KVSpec:
-    """What a session keeps on each rank. With `recache` admission charges for history that is computed anew under another prompt,
-    while the old one stands for a roll-back."""
+    """What a session keeps on each rank. With `recache` admission charges for history that is computed anew under
+    another prompt, while the old one stands for a roll-back."""
     blocks, num_frames = config.blocks, config.blocks.frames_per_block
     unlimited = blocks.window_frames == -1
     window = Window(

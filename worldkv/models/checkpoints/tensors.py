@@ -73,6 +73,19 @@ class StoredTensors:
     adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def under(self, prefix: str) -> StoredTensors:
+        """Those whose names begin so, in the same files."""
+        adapters = {name: adapter for name, adapter in self.adapters.items() if name.startswith(prefix)}
+        factors = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
+        shapes = {name: shape for name, shape in self.shapes.items() if name.startswith(prefix)}
+        return StoredTensors(
+            folder=self.folder,
+            shapes=shapes,
+            dtypes={name: self.dtypes[name] for name in shapes},
+            places={name: place for name, place in self.places.items() if name in shapes or name in factors},
+            adapters=adapters,
+        )
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as stored, or merged with its adapter, on the CPU. Perhaps a view of the file: copy it to keep."""
         tensor = self._as_stored(name)

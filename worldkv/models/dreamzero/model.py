@@ -61,8 +61,8 @@ _MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame co
 
 
 class DreamZero:
-    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions. `network`: the DiT as it runs,
-    where several ranks of `mesh` run it together."""
+    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions. `network`: the DiT as it
+    runs, where several ranks of `mesh` run it together."""
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -15,17 +14,7 @@ from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, RowOutput
 from worldkv.models.dreamzero.ready import dit_steps
 from worldkv.models.wan.dit import ForwardPlans
-from worldkv.models.wan.network import ActiveRow, Layers, Pages
-
-
-class Branches(Protocol):
-    """The ranks that run the branches of guidance, the conditional one first. `index`: of this one."""
-
-    index: int
-
-    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """What each of them has; of one shape."""
-        ...
+from worldkv.models.wan.network import ActiveRow, Branches, Layers, Pages
 
 
 class DreamZeroNetwork:

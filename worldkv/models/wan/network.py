@@ -15,8 +15,13 @@ import numpy.typing as npt
 import torch
 
 from worldkv.kv.row import AttentionRow
+from worldkv.kv.spec import KVSpec
 from worldkv.models.base import BatchLimits, Row
-from worldkv.models.wan.dit import WanRow
+from worldkv.models.checkpoints.modules import Progress
+from worldkv.models.checkpoints.tensors import StoredTensors
+from worldkv.models.wan.dit import WanDiT, WanRow
+from worldkv.models.wan.fused import Precision
+from worldkv.models.wan.shard import WHOLE, Mesh, Shard
 
 if TYPE_CHECKING:
     from worldkv.attention.backend import AttentionBackend
@@ -70,6 +75,73 @@ class Network(Protocol):
     def ready_steps(self, pages: Pages, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         """See MakesReady; of the DiT alone."""
         ...
+
+
+class Branches(Protocol):
+    """The ranks that run the branches of guidance, the conditional one first. `index`: of this one."""
+
+    @property
+    def index(self) -> int: ...
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What each of them has; of one shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a rank needs to know to load its part of a DiT: `config` of the family, `tensors` of the DiT's files."""
+
+    family: str
+    config: object
+    tensors: StoredTensors
+    spec: KVSpec
+    dtype: str
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place of one rank: where it computes, and what of the DiT is its own."""
+
+    device: torch.device | str
+    shard: Shard = WHOLE
+    branches: Branches | None = None  # None: this rank runs all of them
+
+
+class LocalNetwork(Network, Protocol):
+    """One rank's."""
+
+    @property
+    def dit(self) -> WanDiT: ...
+
+
+LoadNetwork = Callable[[Recipe, Part, Progress | None], LocalNetwork]  # a family's `checkpoint.load_network`
+
+
+class Across(Protocol):
+    """Ranks that run a network together, seen from the one that leads."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def load(self, recipe: Recipe, load: LoadNetwork, progress: Progress | None) -> tuple[WanDiT, Network]:
+        """Load every rank's part: the leader's own DiT, and the network that runs them all."""
+        ...
+
+
+def load_across(
+    recipe: Recipe,
+    load: LoadNetwork,
+    device: torch.device | str,
+    across: Across | None,
+    progress: Progress | None,
+) -> tuple[WanDiT, Network]:
+    """A DiT and the network that runs it, on the ranks of `across`; on this one alone where that is None."""
+    if across is not None:
+        return across.load(recipe, load, progress)
+    network = load(recipe, Part(device), progress)
+    return network.dit, network
 
 
 def activated(rows: Sequence[Row[RowT]], kinds: Iterable[str]) -> list[ActiveRow]:
