@@ -78,7 +78,7 @@ def _plain(value: object, found: Packed) -> object:
     name = type(value).__name__
     if _CLASSES.get(name) is not type(value):
         raise TypeError(f"a {name} is not sent between ranks")
-    own = {each.name: _plain(getattr(value, each.name), found) for each in fields(value) if each.name[0] != "_"}  # type: ignore[arg-type]
+    own = {each.name: _plain(getattr(value, each.name), found) for each in fields(value) if each.name[0] != "_"}
     return {_KIND: "class", "name": name, "of": own}
 
 
@@ -125,8 +125,9 @@ def _value(node: object, arrays: Iterator[bytes | bytearray], tensors: Iterator[
         return next(tensors)
     if kind == "path":
         return Path(str(inner))
+    assert inner is not None
     if kind == "class":
-        own = {name: _value(each, arrays, tensors) for name, each in dict(inner).items()}
+        own = {name: _value(each, arrays, tensors) for name, each in inner.items()}
         return _CLASSES[node["name"]](**own)
     values = _value(inner, arrays, tensors)
     assert isinstance(values, list)

@@ -24,6 +24,7 @@ _NO_ANSWER = frozenset({"forward"})  # its outputs are on every rank; the leader
 
 def follow(place: Place) -> None:
     """Returns when the leader lets this rank go, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, to everybody: the leader ends its ticks first
     store = place.store()
     where = plain(store.get(LEADER_KEY))
     channels = {lane: _connect(place.rank, lane, where) for lane in LANES}

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from worldkv.errors import EngineStopped
 from worldkv.ranks.channel import Buffer, Channel
 from worldkv.ranks.codec import packed, tensor_shapes, unpacked
 from worldkv.ranks.worker import Ticket, Worker
@@ -23,23 +24,24 @@ from worldkv.ranks.worker import Ticket, Worker
 LaneName = Literal["work", "copies"]
 LANES: tuple[LaneName, ...] = ("work", "copies")
 _SLOW_S = 3600.0  # for loading and for making ready, in which nobody answers soon
+_LEAVE_S = 5.0
 SLOW = frozenset({"join", "load", "make_pages", "make_ready"})
 
 
-class RanksLost(RuntimeError):
+class RanksLost(EngineStopped):
     """The ranks can compute no more; the text says why. They are started anew, and sessions come from exports."""
 
 
 class Leader:
-    """Over connections to the other ranks, by lane and rank. `end`: called once, when the group is lost or closed.
-    `why`: what is known of a rank that has gone."""
+    """Over connections to the other ranks, by lane and rank. `end`: called once, when the group is lost or closed, with
+    the seconds that the others may take to leave. `why`: what is known of a rank that has gone."""
 
     def __init__(
         self,
         worker: Worker,
         channels: Mapping[LaneName, Mapping[int, Channel]],
         timeout_s: float,
-        end: Callable[[], None] = lambda: None,
+        end: Callable[[float], None] = lambda wait_s: None,
         why: Callable[[int], str] = lambda rank: "",
     ) -> None:
         self.worker, self.timeout_s = worker, timeout_s
@@ -65,21 +67,21 @@ class Leader:
             if self.fault is None:
                 known = self._why(rank)
                 self.fault = RanksLost(f"rank {rank} {what}{f' ({known})' if known else ''}")
-                self._close()
+                self._close(0.0)
             return self.fault
 
     def close(self) -> None:
         """Let the others go. Safe twice."""
         with self._failing:
             self.fault = self.fault or RanksLost("the ranks were closed")
-            self._close()
+            self._close(_LEAVE_S)
 
-    def _close(self) -> None:
+    def _close(self, wait_s: float) -> None:
         if not self.is_closed:
             self.is_closed = True
             for lane in (self.work, self.copies):
                 lane.close()
-            self._end()
+            self._end(wait_s)
 
 
 class Lane:
@@ -170,9 +172,8 @@ class Lane:
         failed = [rank for rank, result in enumerate(results) if isinstance(result, Exception)]
         if not failed:
             return results
-        if len(failed) < len(results) or command == "agree":
-            error = results[failed[0]]
-            raise self._leader.fail(failed[0], f"failed where others did not, told to {command}: {error}")
+        if len(failed) < len(results) or command in ("agree", "join"):
+            raise self._leader.fail(failed[0], f"failed, told to {command}: {results[failed[0]]}")
         self.call("agree")  # or they only failed because they cannot hear one another
         assert isinstance(own, Exception)
         raise own

@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from worldkv.models.wan.network import Part
 from worldkv.models.wan.shard import WHOLE, Mesh, Shard
 from worldkv.ranks.codec import TensorShape
+from worldkv.ranks.place import TCPStore
 
 _ALIGNMENT = 16  # bytes, of a tensor in a broadcast
 

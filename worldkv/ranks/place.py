@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
 START_S = 600.0  # in which all ranks must have come
 

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import cast
 
 import torch
-from torch.distributed import TCPStore
 
 from worldkv.engine.config import EngineConfig
 from worldkv.engine.core import Observer
@@ -30,12 +29,11 @@ from worldkv.ranks.executor import RanksExecutor
 from worldkv.ranks.follower import LEADER_KEY, accepted, follow
 from worldkv.ranks.leader import LANES, LaneName, Leader, RanksLost
 from worldkv.ranks.network import RankedNetwork
-from worldkv.ranks.place import START_S, Place
+from worldkv.ranks.place import START_S, Place, TCPStore
 from worldkv.ranks.worker import Worker
 
 TIMEOUT_S = 60.0  # in which a rank answers a command, and a collective ends
 _CHECK_S = 0.5
-_LEAVE_S = 5.0  # in which a rank that was let go ends by itself
 
 
 class Ranks:
@@ -51,13 +49,13 @@ class Ranks:
                 others.start(Place(0, mesh.num_ranks, place.host, store.port))
             worker = Worker(0, store)
             channels = self._gather(place, store)
-            end = (lambda: None) if others is None else others.end
+            end = (lambda _: None) if others is None else others.end
             why = (lambda rank: "") if others is None else others.why
             self.leader = Leader(worker, channels, timeout_s, end, why)
             self.leader.work.call("join", mesh, device, timeout_s)
         except BaseException:
             if others is not None:
-                others.end()
+                others.end(0.0)
             raise
 
     @classmethod
@@ -182,9 +180,9 @@ class Others:
         how = signal.Signals(-code).name if code < 0 else f"status {code}"
         return f"process {process.pid} ended with {how}"
 
-    def end(self) -> None:
-        """They have been let go; whoever stays is killed."""
-        until = time.monotonic() + _LEAVE_S
+    def end(self, wait_s: float) -> None:
+        """They have been let go; whoever stays for longer is killed."""
+        until = time.monotonic() + wait_s
         for process in self.processes.values():
             process.join(max(0.0, until - time.monotonic()))
             if process.is_alive():

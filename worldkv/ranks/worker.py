@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from worldkv.attention.backend import AttentionBackend, choose_backend
 from worldkv.engine.room import free_on_host
@@ -23,6 +22,7 @@ from worldkv.models.registry import checkpoint_module
 from worldkv.models.wan.network import ActiveRow, LocalNetwork, Recipe
 from worldkv.models.wan.shard import Mesh
 from worldkv.ranks.mesh import RankMesh
+from worldkv.ranks.place import TCPStore
 
 Ticket = int  # the leader's number of a copy that every rank keeps a part of, on its host
 Layer = tuple[torch.Tensor, torch.Tensor]
