@@ -48,7 +48,8 @@ class Leader:
         self._end, self._why = end, why
         self._failing = threading.Lock()
         self.fault: RanksLost | None = None
-        self.is_closed = False
+        self.lost = threading.Event()
+        self._is_closed = False
         self.work, self.copies = (Lane(self, channels[name], is_work=name == "work") for name in LANES)
         self.dropped: deque[Ticket] = deque()  # copies that nobody here holds any more
 
@@ -68,6 +69,7 @@ class Leader:
                 known = self._why(rank)
                 self.fault = RanksLost(f"rank {rank} {what}{f' ({known})' if known else ''}")
                 self._close(0.0)
+                self.lost.set()
             return self.fault
 
     def close(self) -> None:
@@ -77,8 +79,8 @@ class Leader:
             self._close(_LEAVE_S)
 
     def _close(self, wait_s: float) -> None:
-        if not self.is_closed:
-            self.is_closed = True
+        if not self._is_closed:
+            self._is_closed = True
             for lane in (self.work, self.copies):
                 lane.close()
             self._end(wait_s)

@@ -12,7 +12,14 @@ import torch
 
 from worldkv.models.causal_wan.config import SETTINGS_FILE, CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.folder import LOOKS_FOR as LOOKS_FOR
-from worldkv.models.causal_wan.folder import PREFIXES, RANDOM_WEIGHTS_KEY, Choices, Survey, check_all_tensors
+from worldkv.models.causal_wan.folder import (
+    PREFIXES,
+    RANDOM_WEIGHTS_KEY,
+    Choices,
+    Survey,
+    check_all_tensors,
+    check_mesh,
+)
 from worldkv.models.causal_wan.folder import is_mine as is_mine
 from worldkv.models.causal_wan.folder import needed_shapes as needed_shapes
 from worldkv.models.causal_wan.folder import read_sizes as read_sizes
@@ -24,7 +31,7 @@ from worldkv.models.wan.encoders import load_encoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
 from worldkv.models.wan.network import Across, Part, Recipe, load_across
-from worldkv.models.wan.shard import ALONE, Mesh, check_parts
+from worldkv.models.wan.shard import ALONE
 from worldkv.models.wan.tokenizer import (
     TOKENIZER_FILES,
     TOKENIZER_FOLDERS,
@@ -140,13 +147,3 @@ def load_network(recipe: Recipe, part: Part, progress: Progress | None = None) -
     load_module(recipe.tensors, dit, sources, device=part.device, dtype=dtype, progress=progress)
     accelerate(dit, recipe.precision)
     return CausalWanNetwork(dit, recipe.spec, config.blocks.frames_per_block * config.frame_tokens)
-
-
-def check_mesh(config: CausalWanConfig, mesh: Mesh) -> None:
-    """Raises ValueError for ranks that this model cannot be divided among."""
-    if mesh.guidance != 1:
-        raise ValueError(
-            f"guidance_parallel: expected 1, got {mesh.guidance}: a causal video model has no guidance when it runs "
-            "(it was distilled into the weights), so there is no second branch; use tensor_parallel"
-        )
-    check_parts(config.dit, mesh.tensor)

@@ -23,7 +23,7 @@ from worldkv.models.dreamzero.folder import LOOKS_FOR as LOOKS_FOR
 from worldkv.models.dreamzero.folder import is_mine as is_mine
 from worldkv.models.dreamzero.layout import needed_shapes as needed_shapes
 from worldkv.models.dreamzero.prompts import NEGATIVE_PROMPT
-from worldkv.models.dreamzero.spec import kv_spec
+from worldkv.models.dreamzero.spec import check_guidance, kv_spec
 from worldkv.models.dreamzero.steps import Steps
 from worldkv.models.dreamzero.survey import Survey
 from worldkv.models.dreamzero.survey import check_all_tensors as check_all_tensors
@@ -33,7 +33,7 @@ from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
 from worldkv.models.wan.network import Across, Part, Recipe, load_across
-from worldkv.models.wan.shard import ALONE, WHOLE, Mesh, Shard, check_parts
+from worldkv.models.wan.shard import ALONE, WHOLE, Shard, check_parts
 from worldkv.models.wan.tokenizer import (
     TOKENIZER_FILES,
     TOKENIZER_FOLDERS,
@@ -95,15 +95,6 @@ def load_network(recipe: Recipe, part: Part, progress: Progress | None = None) -
     return DreamZeroNetwork(recipe.config, dit, recipe.spec, part.branches)
 
 
-def check_mesh(config: DreamZeroConfig, mesh: Mesh) -> None:
-    """Raises ValueError for ranks that this model cannot be divided among."""
-    if mesh.guidance not in (1, 2):
-        raise ValueError(f"guidance_parallel: expected 1 or 2, a rank for each branch of guidance, got {mesh.guidance}")
-    if mesh.guidance > 1 and config.cfg_scale == 1:
-        raise ValueError("guidance_parallel: guidance is off (cfg_scale 1), so one branch runs; use tensor_parallel")
-    check_parts(config.dit, mesh.tensor)
-
-
 def load_encoders(
     checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
 ) -> WanEncoders:
@@ -143,7 +134,8 @@ def load(
     check_all_tensors(checkpoint)
     config = checkpoint.config if cfg_scale is None else replace(checkpoint.config, cfg_scale=cfg_scale)
     mesh = ALONE if across is None else across.mesh
-    check_mesh(config, mesh)
+    check_guidance(config, mesh)
+    check_parts(config.dit, mesh.tensor)
     spec, tensors = kv_spec(config, window_policy, mesh), checkpoint.under(DIT_PREFIX)
     recipe = Recipe("dreamzero", config, tensors, spec, str(dtype).removeprefix("torch."), precision)
     dit, network = load_across(recipe, load_network, device, across, progress)

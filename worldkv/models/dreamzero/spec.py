@@ -29,3 +29,11 @@ def kv_spec(config: DreamZeroConfig, window_policy: WindowPolicy = "reset", mesh
         entries_per_session={"text": 1, "image": 1},
         entries_shared={"text": 1} if guided else {},  # the negative prompt
     )
+
+
+def check_guidance(config: DreamZeroConfig, mesh: Mesh) -> None:
+    """Raises ValueError for a mesh whose ranks would not have a branch of guidance each."""
+    if mesh.guidance not in (1, 2):
+        raise ValueError(f"guidance_parallel: expected 1 or 2, a rank for each branch of guidance, got {mesh.guidance}")
+    if mesh.guidance > 1 and config.cfg_scale == 1:
+        raise ValueError("guidance_parallel: guidance is off (cfg_scale 1), so one branch runs; use tensor_parallel")
