@@ -33,7 +33,8 @@ _LOOK_S = 0.5
 MakeRanks = Callable[[], "Ranks"]
 
 
-def add_mesh(group: argparse._ActionsContainer) -> None:
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks (docs/ranks.md)")
     text = "ranks of a GPU each for the branches of guidance: 2, or 1 for none (1)"
     group.add_argument("--guidance-parallel", type=whole(1), default=1, metavar="N", help=text)
     text = "ranks that share the heads and feed-forwards of each branch (1)"
@@ -41,10 +42,9 @@ def add_mesh(group: argparse._ActionsContainer) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks (docs/ranks.md)")
-    add_mesh(group)
+    add_mesh(parser)
     text = "in which a rank answers; then all are started anew (60)"
-    group.add_argument("--rank-timeout", type=seconds, default=60.0, metavar="S", help=text)
+    parser.add_argument("--rank-timeout", type=seconds, default=60.0, metavar="S", help=text)
 
 
 def mesh_of(arguments: argparse.Namespace) -> Mesh:

@@ -10,7 +10,6 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -110,7 +109,7 @@ class _RankedConditioning(ConditioningStore):
         super().__init__(cache.pool, cache.storage)
         self._leader = leader
 
-    def write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:
+    def write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[object, object]]) -> None:
         assert isinstance(layers, Projection), "conditioning of one rank alone"
         if any(len(embedding) != num_tokens for embedding in layers.embeddings):
             raise ValueError(f"conditioning: expected {num_tokens} tokens, got {[len(e) for e in layers.embeddings]}")
