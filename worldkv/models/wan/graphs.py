@@ -21,8 +21,8 @@ from worldkv.models.wan.fused import FusedBlocks, Precision
 
 
 def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
-    """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes, nor for a shard:
-    the fused kernels norm the heads that they see, and know of no others."""
+    """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes, nor for a
+    shard: the fused kernels norm the heads that they see, and know of no others."""
     if dit.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # the encoders' convolutions have few shapes: the best kernel for each
     if dit.device.type == "cuda" and dit.shard.size == 1:
