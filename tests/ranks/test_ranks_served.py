@@ -1,4 +1,4 @@
-"""`worldkv serve` on two ranks: a robot is served, and served again after a rank, or the server itself, was killed."""
+"""`worldkv serve` on two ranks: a robot is served, and served again after a rank was killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def infer(port: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes as Linux tells them")
-def test_a_server_on_ranks_begins_anew_when_a_rank_or_itself_is_killed(tmp_path: Path) -> None:
+def test_a_server_on_ranks_begins_anew_when_a_rank_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     with ServerProcess(random_checkpoint("ti2v"), log, OPTIONS) as server:
         server.wait_until_ready()
