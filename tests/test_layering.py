@@ -21,6 +21,7 @@ LAYERS = (
     "attention",
     "models",
     "engine",
+    "ranks",
     "app",
     "robots",
     "videos",

@@ -266,7 +266,7 @@ def test_any_order_of_operations_keeps_every_history_and_the_books() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=120,
+            max_examples=80,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -111,7 +111,7 @@ def test_robots_operators_and_time_in_any_order() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=30,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -18,6 +18,7 @@ from worldkv.kv.cache import KVCache
 from worldkv.load import start_engine
 from worldkv.models.dreamzero.checkpoint import load
 from worldkv.models.dreamzero.random import write_random_checkpoint
+from worldkv.models.dreamzero.steps import Steps
 from worldkv.models.dreamzero.true_size import random_model
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
@@ -30,18 +31,19 @@ def build_engine(
     dtype: torch.dtype,
     *,
     precision: Precision = "model",
+    steps: Steps = 8,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bench:
     """An engine over random weights: they run at full cost, and have learned nothing."""
     if model in RELEASED:
-        made = random_model(RELEASED[model](), device=device, dtype=dtype, progress=progress)
+        made = random_model(RELEASED[model](), device=device, dtype=dtype, steps=steps, progress=progress)
         accelerate(made.dit, precision)
         made.encoders.vae.accelerate()
     else:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # about the tokenizer that a random checkpoint lacks
             checkpoint = write_random_checkpoint(Path(folder) / "random", view_height=16, view_width=24)
-            made = load(checkpoint, device=device, dtype=dtype, precision=precision)
+            made = load(checkpoint, device=device, dtype=dtype, precision=precision, steps=steps)
     seen, executors = Seen(), []
 
     def timed(cache: KVCache) -> TimedExecutor:

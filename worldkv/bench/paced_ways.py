@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
-import torch
 
-from worldkv.bench.models import build_engine
 from worldkv.bench.paced import NUM_FRAMES, Ask, Connect, Figures, Pace, drive, summarise
 from worldkv.bench.steady import made_so_far
 from worldkv.bench.ticks import make_inputs
 from worldkv.bench.watching import Bench
 from worldkv.client import PolicyClient
-from worldkv.engine.engine import EngineConfig, SessionHandle
+from worldkv.engine.engine import SessionHandle
 from worldkv.models.world_action import TickInputs
 
 _PROMPT = "pick up the cup"
@@ -57,16 +55,8 @@ class _EngineRobot:
             self.bench.engine.work_ahead(self.session, self.inputs(number))
 
 
-def measure_engine(
-    model: str,
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    num_robots: int,
-    pace: Pace,
-) -> Figures:
-    """Robots on a fresh engine in this process, from the moment that it calls itself ready."""
-    bench = build_engine(model, config, device, dtype)
+def measure_engine(bench: Bench, num_robots: int, pace: Pace) -> Figures:
+    """Robots on a fresh engine in this process, from the moment that it calls itself ready. Shuts it down."""
     try:
         began = time.perf_counter()
         bench.engine.warm_up()

@@ -37,14 +37,17 @@ def main() -> None:
     which.add_argument("--checkpoint", type=Path, help="a checkpoint's folder")
     which.add_argument("--model", choices=RELEASED, help="a released model's true sizes, with random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=("model", "fp8"), default="model", help="of the DiT's products (model)")
     parser.add_argument("--windows", type=int, default=1, help="windows of frames that each choice runs (1)")
     arguments = parser.parse_args()
     device, config = torch.device(arguments.device), EngineConfig(max_sessions=1)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if arguments.model is not None:
-        engine: DreamZeroEngine = build_engine(arguments.model, config, device, dtype).engine
+        engine: DreamZeroEngine = build_engine(
+            arguments.model, config, device, dtype, precision=arguments.precision
+        ).engine
     else:
-        engine = load_engine(arguments.checkpoint, config, device=device, dtype=dtype)
+        engine = load_engine(arguments.checkpoint, config, device=device, dtype=dtype, precision=arguments.precision)
     engine.warm_up()
     rows = []
     for row in compare_steps(engine, arguments.windows):
@@ -55,7 +58,16 @@ def main() -> None:
             flush=True,
         )
     engine.shutdown()
-    print(json.dumps({"benchmark": "steps", "model": str(arguments.model or arguments.checkpoint), "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "steps",
+                "precision": arguments.precision,
+                "model": str(arguments.model or arguments.checkpoint),
+                "rows": rows,
+            }
+        )
+    )
 
 
 def compare_steps(engine: DreamZeroEngine, windows: int = 1) -> Iterator[dict[str, float | str]]:

@@ -7,7 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,14 @@ from worldkv.cli.bench_choices import (
     check_combination,
     expect_options_of_video,
 )
+from worldkv.cli.bench_paced import measure_engines, measure_servers
 from worldkv.cli.common import (
     add_attention,
     add_block_size,
     add_device,
+    add_precision,
     add_server_address,
+    add_steps,
     choose_device,
     choose_dtype,
 )
@@ -81,6 +84,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "folder", "results and plots", default="bench-output")
     add_attention(parser)
     add_block_size(parser)
+    add_precision(parser)
+    add_steps(parser)
     add_video_options(parser)
 
 
@@ -94,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         return run_video(arguments, AT_ONCE)
     check_combination(arguments)
     if arguments.url is not None:
-        return _paced_server(arguments)
+        about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
+        return _leave(arguments.output, {**about, "paced": measure_servers(arguments)})
     check_name(arguments.attention)
     with spinner("starting up"):
         import torch
@@ -111,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         "torch": torch.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
+        "precision": arguments.precision,
+        "steps": arguments.steps or 8,
     }
     print(
         f"{arguments.model} with random weights on {results['device']}, torch {torch.__version__}, {results['dtype']}"
@@ -126,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "attention" in arguments.parts:
             results["attention"] = _attention(arguments, device, dtype)
         if "paced" in arguments.parts:
-            results["paced"] = _paced(arguments, device, dtype)
+            results["paced"] = measure_engines(arguments, partial(_engine, arguments, device, dtype))
         if "parking" in arguments.parts:
             results["parking"] = _parking(arguments, device, dtype)
         if set(arguments.parts) - {"attention", *OWN_ENGINE}:
@@ -142,26 +150,27 @@ def _leave(folder: Path, results: Figures) -> int:
     return 0
 
 
-def _paced(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Figures:
-    """On a fresh engine each."""
-    from worldkv.bench.paced_ways import measure_engine
+def _engine(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Bench:
+    from worldkv.bench.models import build_engine
 
-    def measure(num_robots: int, pace: Pace) -> Figures:
-        config = EngineConfig(
-            block_size=arguments.block_size, max_sessions=num_robots, max_rows=128, attention=arguments.attention
-        )
-        return measure_engine(arguments.model, config, device, dtype, num_robots, pace)
-
-    return _by_robots(arguments, measure)
+    steps = 8 if arguments.steps is None else arguments.steps
+    return build_engine(
+        arguments.model, config, device, dtype, precision=arguments.precision, steps=steps, progress=progress
+    )
 
 
 def _parking(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Figures:
     """In a pool that two sessions fill."""
-    from worldkv.bench.models import build_engine
     from worldkv.bench.parking import measure_parking
 
     config = EngineConfig(block_size=arguments.block_size, max_sessions=2, attention=arguments.attention)
-    bench = build_engine(arguments.model, config, device, dtype)
+    bench = _engine(arguments, device, dtype, config)
     try:
         bench.engine.warm_up()
         measured = measure_parking(bench)
@@ -174,66 +183,6 @@ def _parking(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
         f"({measured['worst_ratio']} of alone at most), while host memory is pinned {measured['pinning_ms']}"
     )
     return measured
-
-
-def _paced_server(arguments: argparse.Namespace) -> int:
-    from worldkv.bench.paced_ways import measure_server
-
-    def measure(num_robots: int, pace: Pace) -> Figures:
-        way = (arguments.api_key, arguments.proxy)
-        return measure_server(arguments.url, arguments.dialect, num_robots, pace, *way)
-
-    about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
-    return _leave(arguments.output, {**about, "paced": _by_robots(arguments, measure)})
-
-
-def _pace(arguments: argparse.Namespace) -> Pace:
-    return Pace(arguments.period, episode_s=arguments.episode, seconds=arguments.seconds)
-
-
-def _by_robots(arguments: argparse.Namespace, measure: Callable[[int, Pace], Figures]) -> Figures:
-    from worldkv.bench.paced import largest_in_time
-
-    rows: list[Figures] = []
-    pace = _pace(arguments)
-
-    def share_late(num_robots: int) -> float:
-        row = measure(num_robots, pace)
-        rows.append(row)
-        print(
-            f"  {num_robots:>3} robots, one reply each {arguments.period:g} s: p50 {row['p50_ms']} ms, p99 "
-            f"{row['p99_ms']} ms, worst {row['worst_ms']} ms, {100 * row['share_late']:.1f} % of {row['replies']} late"
-            + (f"; made after ready: {row['made_after_ready']}" if "made_after_ready" in row else ""),
-            flush=True,
-        )
-        for part in row["by_ten_seconds"]:
-            print(
-                f"      {part['from_s']:>4.0f} s: p50 {part['p50_ms']} ms, p99 {part['p99_ms']} ms, worst "
-                f"{part['worst_ms']} ms, {100 * part['share_late']:.1f} % late"
-            )
-        if arguments.observe is not None:
-            row["observed"] = measure(num_robots, replace(pace, lead_s=arguments.observe))
-            row["observed_ratio"] = _ratio(row["observed"]["p50_ms"], row["p50_ms"])
-            print(
-                f"      frames sent as they are taken, the newest {arguments.observe:g} s ahead: p50 "
-                f"{row['observed']['p50_ms']} ms, p99 {row['observed']['p99_ms']} ms, "
-                f"{100 * row['observed']['share_late']:.1f} % late; p50 is {row['observed_ratio']} of the other",
-                flush=True,
-            )
-        return float(row["share_late"])
-
-    measured: Figures = {"period_s": arguments.period, "episode_s": arguments.episode}
-    if arguments.find:
-        measured["most_robots"] = largest_in_time(share_late, min(arguments.robots), max(arguments.robots))
-        print(f"  {measured['most_robots']} robots get 99 % of their replies within {arguments.period:g} s")
-    else:
-        for num_robots in arguments.robots:
-            share_late(num_robots)
-    return {**measured, "rows": sorted(rows, key=lambda row: int(row["robots"]))}
-
-
-def _ratio(one: float | None, other: float | None) -> float | None:
-    return round(one / other, 3) if one is not None and other else None
 
 
 def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -250,14 +199,14 @@ def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch
 def _measure_engine(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, results: dict[str, Any]
 ) -> None:
-    from worldkv.bench.models import build_engine, sessions_that_fit
+    from worldkv.bench.models import sessions_that_fit
     from worldkv.bench.steady import made_so_far
 
     counts = sessions_that_fit(arguments.model, arguments.sessions)
     config = EngineConfig(
         block_size=arguments.block_size, max_sessions=max([1, *counts]), max_rows=128, attention=arguments.attention
     )
-    bench = build_engine(arguments.model, config, device, dtype, progress=lambda part: print(f"making {part}"))
+    bench = _engine(arguments, device, dtype, config, progress=lambda part: print(f"making {part}"))
     try:
         began = time.perf_counter()
         bench.engine.warm_up()
@@ -280,7 +229,7 @@ def _measure_engine(
                 ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
                 results["baseline"]["ratio"] = round(ratio, 2)
                 print(f"  the paged engine is {ratio:.2f} times faster")
-        if "fp8" in arguments.parts and device.type == "cuda":
+        if "fp8" in arguments.parts and device.type == "cuda" and arguments.precision == "model":
             results["fp8"] = _float8(bench, results["ceilings"]["matrix_tflops"])
     finally:
         bench.engine.shutdown()

@@ -29,6 +29,7 @@ _OF_PACED: dict[str, object] = {
 def check_combination(arguments: argparse.Namespace) -> None:
     """No option is taken and then ignored. Raises UsageError, for an address too."""
     here: dict[str, object] = {"model": TINY, "device": "auto", "sessions": SESSIONS}
+    here |= {"precision": "model", "steps": None}
     here |= {"attention": EngineConfig.attention, "block_size": EngineConfig.block_size}
     if arguments.url is not None:
         ServerAddress.parse(arguments.url)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from worldkv.app import AnyApp
     from worldkv.engine.sharing import SharedDevice
     from worldkv.models.dreamzero.checkpoint import Checkpoint
+    from worldkv.ranks.ranks import Ranks
     from worldkv.robots.policy import Policy
 
 
@@ -66,9 +67,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, robots: bool = True,
     )
     add_attention(group)
     add_block_size(group)
-    group.add_argument(
-        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
-    )
+    add_precision(group)
     group.add_argument(
         "--batch-invariant",
         action="store_true",
@@ -80,14 +79,24 @@ def add_engine_options(command: argparse.ArgumentParser, *, robots: bool = True,
         add_base(group)
         return
     add_robot_and_base(group)
+    add_steps(group)
+    group.add_argument(
+        "--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
+    )
+
+
+def add_precision(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--precision", choices=("model", "fp8"), default="model", help="of the DiT's products, on a GPU (model)"
+    )
+
+
+def add_steps(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--steps",
         type=_steps,
         choices=(5, 6, 7, 8, "all", "dynamic"),
         help="solver steps that run the network; others reuse the last velocity (8, as the reference does)",
-    )
-    group.add_argument(
-        "--cfg-scale", type=real(), metavar="G", help="guidance (5); 1 turns it off: half the work and half the cache"
     )
 
 
@@ -238,6 +247,7 @@ def load_app_for(
     max_sessions: int | None,
     only_family: str | None = None,
     shared: SharedDevice | None = None,
+    ranks: Ranks | None = None,
 ) -> AnyApp:
     """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
@@ -252,7 +262,7 @@ def load_app_for(
     )
     check_engine_options(arguments)
     with spinner("starting up"):  # torch and the model libraries take seconds to import
-        device = choose_device(arguments.device)
+        device = choose_device(arguments.device) if ranks is None else ranks.own_device
         dtype = choose_dtype(arguments.dtype, device)
 
         from worldkv.load import load_app, served_family
@@ -268,7 +278,8 @@ def load_app_for(
 
             checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
             check_attention(arguments.attention, checkpoint, arguments.block_size, device, dtype)
-            check_memory(checkpoint, arguments, device, dtype, max_sessions)
+            if ranks is None:  # else each rank has a part, and the cache says what fits
+                check_memory(checkpoint, arguments, device, dtype, max_sessions)
             given = {name: getattr(arguments, name) for name in OF_ROBOTS}
             own = {name: value for name, value in given.items() if value is not None}
         else:
@@ -282,6 +293,7 @@ def load_app_for(
             precision=arguments.precision,
             progress=step,
             shared=shared,
+            ranks=ranks,
             **own,
         )
 

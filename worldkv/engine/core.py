@@ -122,6 +122,7 @@ class EngineCore:
             self._device.leave(self)
         letters = self.inbox.take(0.0 if has_work else _IDLE_TURN_S)
         self.busy_since = time.monotonic()
+        self.executor.check()
         for letter in letters:
             self.operations.handle(letter)
         self.operations.resume()  # what waited for a tick that has ended

@@ -196,7 +196,7 @@ def packed(model: Model, cache: KVCache, leaving: Leaving, inexact: str | None =
     """A session in bytes, its pages included. On a host thread."""
     from worldkv.models.session_file import Part, write  # here: they need torch
 
-    parked, saved, window = leaving.parked, leaving.saved, cache.spec.window
+    parked, saved, window = cache.whole(leaving.parked), leaving.saved, cache.whole_spec.window
     numbers = {key: number for number, key in enumerate(parked.entries)}
     tensors: dict[str, Part] = {name: Part.of(tensor) for name, tensor in saved.tensors.items()}
     for key, entry in parked.entries.items():
@@ -224,9 +224,10 @@ def _pages(name: str, num_tokens: int, held: HostBlocks, cache: KVCache) -> dict
     """K and V of each layer, in the order of the logical slots, whatever the size of a block."""
     from worldkv.models.session_file import Part
 
-    shape = (num_tokens, cache.spec.num_heads, cache.spec.head_dim)
+    spec = cache.whole_spec
+    shape = (num_tokens, spec.num_heads, spec.head_dim)
     parts = {}
-    for layer in range(cache.spec.num_layers):
+    for layer in range(spec.num_layers):
         for kind, pieces in zip("kv", held.tokens(layer, num_tokens), strict=True):
             parts[_page(name, layer, kind)] = Part(cache.storage.dtype, shape, pieces)
     return parts
@@ -277,7 +278,7 @@ def _unpacked_pages(
         raise BadRequest("import: entries: expected those that branches read, and no others")
     rest = {name: tensor for name, tensor in tensors.items() if name not in reading.taken}
     state = saver.load_state(Saved(about.get("state"), rest))
-    return Entering(ParkedKV(branches, entries), state, inexact)
+    return Entering(cache.parted(ParkedKV(branches, entries)), state, inexact)
 
 
 class _Reading:
@@ -288,7 +289,7 @@ class _Reading:
     def entries(self, listed: object) -> dict[str, ParkedEntry]:
         """By key, in order."""
         found: dict[str, ParkedEntry] = {}
-        spec = self._cache.spec
+        spec = self._cache.whole_spec
         if not isinstance(listed, list) or len(listed) > len(spec.branches) * len(spec.conditioning):
             raise BadRequest("import: entries: expected a list of at most one for each branch and kind")
         for number, each in enumerate(listed):
@@ -303,13 +304,13 @@ class _Reading:
         return found
 
     def branches(self, named: object, keys: list[str]) -> dict[str, ParkedBranch]:
-        spec = self._cache.spec
+        spec = self._cache.whole_spec
         if not isinstance(named, dict) or set(named) != set(spec.branches):
             raise BadRequest(f"import: branches: expected {list(spec.branches)}")
         return {name: self._branch(name, named[name], keys) for name in spec.branches}
 
     def _branch(self, name: str, told: object, keys: list[str]) -> ParkedBranch:
-        spec, where = self._cache.spec, f"import: branches.{name}"
+        spec, where = self._cache.whole_spec, f"import: branches.{name}"
         num_chunks, read = (
             (told.get("num_chunks"), told.get("conditioning")) if isinstance(told, dict) else (None, None)
         )
@@ -329,7 +330,7 @@ class _Reading:
         return ParkedBranch(num_chunks, self._blocks(f"branch.{name}", spec.window.num_slots(num_chunks)), conditioning)
 
     def _blocks(self, name: str, num_tokens: int) -> HostBlocks:
-        spec, storage = self._cache.spec, self._cache.storage
+        spec, storage = self._cache.whole_spec, self._cache.storage
         expected = (num_tokens, spec.num_heads, spec.head_dim)
         layers = []
         for layer in range(spec.num_layers):
@@ -352,7 +353,7 @@ def _page(name: str, layer: int, kind: str) -> str:
 
 def _identity(model: Model, cache: KVCache) -> dict[str, object]:
     """What a reader has to have as well; the size of a block and of the pool may differ."""
-    spec, window = cache.spec, cache.spec.window
+    spec, window = cache.whole_spec, cache.whole_spec.window
     return {
         "family": model.card.family,
         "sizes": model.card.sizes,

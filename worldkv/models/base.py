@@ -234,6 +234,16 @@ class WorksAhead(Protocol[InputsT_contra, StateT]):
         ...
 
 
+@runtime_checkable
+class RunsOnRanks(Protocol):
+    """A model whose network several ranks may run together."""
+
+    @property
+    def whole_spec(self) -> KVSpec:
+        """What they keep of a session together; `spec`: each of them."""
+        ...
+
+
 def batches_of_alike(payloads: Sequence[Any], max_elements: int) -> list[list[int]]:
     """Groups payloads of equal shapes into batches of at most `max_elements` elements; a larger payload is its own
     batch. Returns indices."""

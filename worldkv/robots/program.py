@@ -23,6 +23,7 @@ from worldkv.models.base import (
     Program,
     RebuildsHistory,
     Row,
+    RunsOnRanks,
     SavesState,
     StateT,
     WorksAhead,
@@ -69,6 +70,11 @@ class RobotPolicy(Generic[StateT]):
     @property
     def spec(self) -> KVSpec:
         return self.model.spec
+
+    @property
+    def whole_spec(self) -> KVSpec:
+        """See RunsOnRanks."""
+        return self.model.whole_spec if isinstance(self.model, RunsOnRanks) else self.spec
 
     @property
     def card(self) -> ModelCard:

@@ -71,6 +71,11 @@ class VideoMaker:
         return self.model.spec
 
     @property
+    def whole_spec(self) -> KVSpec:
+        """See RunsOnRanks."""
+        return self.model.whole_spec
+
+    @property
     def card(self) -> ModelCard:
         return self.model.card
 

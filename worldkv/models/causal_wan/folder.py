@@ -23,6 +23,7 @@ from worldkv.models.wan import sizes
 from worldkv.models.wan.base_folder import looks_like_base, read_base
 from worldkv.models.wan.layout import Shapes, dit_shapes, encoder_shapes
 from worldkv.models.wan.names import Prefixes
+from worldkv.models.wan.shard import Mesh, check_parts
 from worldkv.models.wan.sizes import EncoderSizes
 
 if TYPE_CHECKING:
@@ -169,3 +170,13 @@ def check_all_tensors(survey: Survey) -> None:
     """Checks names and shapes of the whole, without reading a tensor. Raises one CheckpointError that lists what is
     missing, unexpected or of another shape."""
     check_complete(survey, needed_shapes(survey.config, read_sizes(survey)))
+
+
+def check_mesh(config: CausalWanConfig, mesh: Mesh) -> None:
+    """Raises ValueError for ranks that this model cannot be divided among."""
+    if mesh.guidance != 1:
+        raise ValueError(
+            f"guidance_parallel: expected 1, got {mesh.guidance}: a causal video model has no guidance when it runs "
+            "(it was distilled into the weights), so there is no second branch; use tensor_parallel"
+        )
+    check_parts(config.dit, mesh.tensor)

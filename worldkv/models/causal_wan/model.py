@@ -18,7 +18,6 @@ import torch
 from worldkv.device import HostCopy
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import RowLimits
 from worldkv.kv.state import KVState
 from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Row, batches_of_alike
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
@@ -32,22 +31,24 @@ from worldkv.models.causal_wan.inputs import (
     pixels_of,
     prompt_key,
 )
+from worldkv.models.causal_wan.network import CausalWanNetwork
 from worldkv.models.causal_wan.past import Past, kept_blocks, name_of
-from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
 from worldkv.models.causal_wan.texts import Texts
 from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
-from worldkv.models.wan.dit import ForwardPlans, WanDiT, WanRow
+from worldkv.models.wan.dit import WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
+from worldkv.models.wan.network import Network, activated
+from worldkv.models.wan.shard import ALONE, Mesh
 
 _MAX_TEXT_ELEMENTS = 1 << 14  # token ids of one batch
 
 
 class CausalWan:
-    """See the module."""
+    """See the module. `network`: the DiT as it runs, where several ranks of `mesh` run it together."""
 
     def __init__(
         self,
@@ -57,17 +58,20 @@ class CausalWan:
         *,
         recache: bool = True,
         decodes: bool = True,
+        network: Network | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         self.config, self.dit, self.encoders = config, dit, encoders
         self.recaches, self.decodes = recache, decodes
-        modules = {"dit": dit, "vae": encoders.vae.module, "text": encoders.text.module}
-        self._weights = fingerprint(modules)  # before they are made faster
+        self._weights = dit.fingerprint + fingerprint(encoders.vae.module, encoders.text.module)
         blocks = config.blocks
         self.schedule = Schedule.of(blocks.steps, blocks)
         self.first_schedule = Schedule.of(blocks.first_block_steps or blocks.steps, blocks)
-        self.spec = kv_spec(config, recache)
+        self.spec = kv_spec(config, recache, mesh)
+        self.whole_spec = kv_spec(config, recache)  # of all ranks together
         self._block_tokens = blocks.frames_per_block * config.frame_tokens
-        self.texts = Texts(self.spec, dit)
+        self.network = network or CausalWanNetwork(dit, self.spec, self._block_tokens)
+        self.texts = Texts(self.spec, self.network)
 
     @property
     def card(self) -> ModelCard:
@@ -167,27 +171,13 @@ class CausalWan:
         tokens[0, :6] = np.arange(5, 11)
         return BlockRequest(tokens, (tokens > 0).astype(np.int64))
 
-    @torch.no_grad()
-    def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> list[torch.Tensor | None]:
+    def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> Sequence[object]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
-        history = [row.activate() for row in rows]
-        text = [row.conditioning["text"].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
-        limits, text_limits = self._limits([h.num_queries for h in history])
-        if self.spec.reads_copy:
-            fill_copies(self.dit, cache.storage, rows)
-        plans = ForwardPlans(
-            cache.backend.plan(cache.storage, history, limits),
-            cache.backend.plan(cache.storage, text, text_limits),
-            kept=kept_tokens(cache.storage, rows, [h.num_queries for h in history]),
-        )
-        velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
+        velocities = self.network.forward(cache, activated(rows, self.spec.conditioning))
+        for row in rows:
+            if row.context.branch.copy is not None:
+                row.context.branch.copy.is_filled = True
         return velocities
-
-    def _limits(self, num_queries: Sequence[int]) -> tuple[RowLimits, RowLimits]:
-        """Of history and text: as many rows of blocks always make plans of one shape. A recache, which is rare, has
-        more queries, and would make all others' plans larger."""
-        most = max(self._block_tokens, *num_queries)
-        return RowLimits(most, self.spec.row_limits.num_visible), RowLimits(most, self.spec.conditioning["text"])
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:

@@ -14,7 +14,7 @@ from worldkv.kv.state import KVState
 from worldkv.models.base import Encode
 from worldkv.models.causal_wan.config import BRANCH
 from worldkv.models.causal_wan.inputs import Blend, Prompt, State
-from worldkv.models.wan.dit import WanDiT
+from worldkv.models.wan.network import Network
 
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
 
@@ -22,8 +22,8 @@ _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at th
 class Texts:
     """Of one model."""
 
-    def __init__(self, spec: KVSpec, dit: WanDiT) -> None:
-        self._spec, self._dit = spec, dit
+    def __init__(self, spec: KVSpec, network: Network) -> None:
+        self._spec, self._network = spec, network
         self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
 
     def set_own(self, kv: KVState, state: State) -> Generator[Encode, torch.Tensor, None]:
@@ -51,7 +51,7 @@ class Texts:
         entry = store.acquire(name)
         if entry is None:
             assert embedding is not None
-            entry = store.publish(name, self._spec.conditioning["text"], self._dit.project_text(embedding))
+            entry = store.publish(name, self._spec.conditioning["text"], self._network.project("text", (embedding,)))
         kv.set_conditioning(BRANCH, "text", entry)
 
     def _embedding(self, key: str, prompt: Prompt) -> Generator[Encode, torch.Tensor, torch.Tensor]:

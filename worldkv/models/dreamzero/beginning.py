@@ -14,12 +14,14 @@ import torch
 
 from worldkv.kv.spec import KVSpec
 from worldkv.kv.state import KVState
+from worldkv.kv.transfer import joined_key
 from worldkv.models.base import Encode, Request
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT
 from worldkv.models.dreamzero.encoding import Encoding
-from worldkv.models.dreamzero.spec import CONDITIONAL, UNCONDITIONAL
+from worldkv.models.dreamzero.spec import CONDITIONAL, GUIDED, UNCONDITIONAL
 from worldkv.models.dreamzero.state import Past
+from worldkv.models.wan.network import Network
 from worldkv.models.wan.tokenizer import Tokens
 
 _MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
@@ -30,31 +32,42 @@ class Beginning:
     """`negative_prompt` is the tokenised negative prompt of all sessions."""
 
     def __init__(
-        self, config: DreamZeroConfig, spec: KVSpec, dit: DreamZeroDiT, encoding: Encoding, negative_prompt: Tokens
+        self,
+        config: DreamZeroConfig,
+        spec: KVSpec,
+        dit: DreamZeroDiT,
+        network: Network,
+        encoding: Encoding,
+        negative_prompt: Tokens,
     ) -> None:
-        self._config, self._spec, self._dit, self._encoding = config, spec, dit, encoding
+        self._config, self._spec, self._dit, self._network, self._encoding = config, spec, dit, network, encoding
         self._negative_prompt = negative_prompt
         self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
 
     def set_text(self, kv: KVState, past: Past) -> Generator[Request, Any, None]:
         """Attach the text to each branch; a stored one is neither encoded nor projected again."""
-        prompts = {CONDITIONAL: (past.token_ids, past.attention_mask), UNCONDITIONAL: self._negative_prompt}
-        store = kv.cache.conditioning
+        prompt, store = (past.token_ids, past.attention_mask), kv.cache.conditioning
+        prompts = {
+            CONDITIONAL: (prompt,),
+            UNCONDITIONAL: (self._negative_prompt,),
+            GUIDED: (prompt, self._negative_prompt),
+        }
         for branch in self._spec.branches:
-            prompt = prompts[branch]
-            key = f"text:{digest(*prompt)}"
+            keys = [f"text:{digest(*each)}" for each in prompts[branch]]
+            key = joined_key(keys)
             attached = kv.branches[branch].conditioning.get("text")
             if attached is not None and attached.key == key:
                 continue
-            if key not in store and key not in self._embeddings:
-                embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
-                self._embeddings[key] = embedding
-                if len(self._embeddings) > _MAX_EMBEDDINGS:
-                    self._embeddings.pop(next(iter(self._embeddings)))
+            for each, name in zip(prompts[branch], keys, strict=True):
+                if key not in store and name not in self._embeddings:
+                    embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in each))
+                    self._embeddings[name] = embedding
+                    if len(self._embeddings) > _MAX_EMBEDDINGS:
+                        self._embeddings.pop(next(iter(self._embeddings)))
             # acquired and attached without a yield between: a generator closed at the yield would leak the reference
             entry = store.acquire(key)
             if entry is None:
-                layers = self._dit.project_text(self._embeddings[key][0])
+                layers = self._network.project("text", tuple(self._embeddings[name][0] for name in keys))
                 entry = store.publish(key, self._spec.conditioning["text"], layers)
             kv.set_conditioning(branch, "text", entry)
 
@@ -72,7 +85,8 @@ class Beginning:
         entry = store.acquire(key)
         if entry is None:
             assert feature is not None
-            entry = store.publish(key, self._spec.conditioning["image"], self._dit.project_image(feature[0]))
+            layers = self._network.project("image", (feature[0],))
+            entry = store.publish(key, self._spec.conditioning["image"], layers)
         for branch in self._spec.branches:
             kv.set_conditioning(branch, "image", store.share(entry))
         store.release(entry)

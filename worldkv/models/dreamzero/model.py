@@ -7,7 +7,7 @@ Holds weights and constants only; an episode's state is a `State` value that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,6 @@ import torch
 from worldkv.device import HostCopy, upload
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import AttentionRow
 from worldkv.kv.state import KVState
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.base import (
@@ -37,7 +36,8 @@ from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
 from worldkv.models.dreamzero.encoding import Encoding
 from worldkv.models.dreamzero.inputs import check_inputs, fill_chunk, tiled_size
-from worldkv.models.dreamzero.ready import ready_steps
+from worldkv.models.dreamzero.network import DreamZeroNetwork, guide
+from worldkv.models.dreamzero.ready import encoder_steps
 from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
 from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
 from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
@@ -49,15 +49,17 @@ from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
-from worldkv.models.wan.dit import ForwardPlans
 from worldkv.models.wan.encoders import WanEncoders
+from worldkv.models.wan.network import Network, activated
+from worldkv.models.wan.shard import ALONE, Mesh
 from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
 from worldkv.words import count
 
 
 class DreamZero:
-    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions."""
+    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions. `network`: the DiT as it
+    runs, where several ranks of `mesh` run it together."""
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class DreamZero:
         *,
         window_policy: WindowPolicy = "reset",
         steps: Steps = 8,
+        network: Network | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         check_steps(steps)
         self.config = config
@@ -78,13 +82,15 @@ class DreamZero:
         self.encoding = Encoding(config, encoders, dit.device, dit.dtype)
         assert encoders.image is not None, "DreamZero reads an image"
         self._image = encoders.image
-        modules = {"dit": dit, "vae": encoders.vae.module, "text": encoders.text.module, "image": self._image.module}
-        self._weights = fingerprint(modules)  # before they are made faster
+        others = (encoders.vae.module, encoders.text.module, self._image.module)
+        self._weights = dit.fingerprint + fingerprint(*others)
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
-        self.spec = kv_spec(config, window_policy)
-        self._beginning = Beginning(config, self.spec, dit, self.encoding, negative_prompt)
+        self.spec = kv_spec(config, window_policy, mesh)
+        self.whole_spec = kv_spec(config, window_policy)  # of all ranks together
+        self.network = network or DreamZeroNetwork(config, dit, self.spec)
+        self._beginning = Beginning(config, self.spec, dit, self.network, self.encoding, negative_prompt)
 
     @property
     def card(self) -> ModelCard:
@@ -161,34 +167,16 @@ class DreamZero:
         state = np.zeros((dit.num_states, dit.max_state_dim))
         return TickInputs(frames, state, tokens, (tokens > 0).astype(np.int64))
 
-    @torch.no_grad()
-    def forward(self, cache: KVCache, rows: Sequence[Row[DreamZeroRow]]) -> list[RowOutput]:
+    def forward(self, cache: KVCache, rows: Sequence[Row[DreamZeroRow]]) -> Sequence[object]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
-        history = [row.activate() for row in rows]
-        read = {
-            kind: [row.conditioning[kind].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
-            for kind in self.spec.conditioning
-        }
-        outputs: list[RowOutput] = self.dit([row.inputs for row in rows], self.plans(cache, history, read))
-        return outputs
-
-    def plans(
-        self, cache: KVCache, history: Sequence[AttentionRow], read: Mapping[str, Sequence[AttentionRow]]
-    ) -> ForwardPlans:
-        """`read`: the rows of each kind of conditioning. As many rows always make plans of one shape."""
-        limits = self.spec.row_limits
-        conditioning = {
-            kind: cache.backend.plan(cache.storage, rows, replace(limits, num_visible=self.spec.conditioning[kind]))
-            for kind, rows in read.items()
-        }
-        return ForwardPlans(cache.backend.plan(cache.storage, history, limits), **conditioning)
+        return self.network.forward(cache, activated(rows, self.spec.conditioning))
 
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
         return self.encoding.encode(encoder, payloads)
 
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         """See MakesReady."""
-        return list(ready_steps(self, cache, limits))
+        return [*encoder_steps(self, cache, limits), *self.network.ready_steps(cache, limits)]
 
     def imagined_video(self, result: TickResult) -> Encode:
         """The request whose output `frames` turns into the tick's imagined video. The newest observed latent goes
@@ -347,11 +335,11 @@ class DreamZero:
         video, actions = outputs[0].video_velocity, outputs[0].action_velocity
         assert video is not None
         assert actions is not None
-        if len(outputs) == 1:  # guidance is off
+        if len(outputs) == 1:  # guidance is off, or the network has done it
             return video, actions
         negative = outputs[1].video_velocity
         assert negative is not None
-        return negative + self.config.cfg_scale * (video - negative), actions
+        return guide(video, negative, self.config.cfg_scale), actions
 
     def _condition(self, state: State, first_frame: int, num_frames: int) -> torch.Tensor | None:
         """The first-frame condition at these frames; past its end, its last frames, as the reference does."""
