@@ -115,7 +115,7 @@ def start_engine(
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size, on each of the `ranks` that run it."""
     room = room_of(model, config, dtype)
-    memory = memory_of if ranks is None else lambda _: ranks.memory()
+    memory = None if ranks is None else ranks.memory()
     num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device), memory)
     with told_if_full("making the cache", _cache_needs(room, num_blocks, torch.device(device))):
         if ranks is not None:
@@ -131,13 +131,11 @@ def room_of(model: WorldModel[InputsT, StateT, ResultT], config: EngineConfig, d
     return Room.of(model.spec, config.block_size, dtype.itemsize, state_bytes)
 
 
-def _num_blocks(
-    room: Room, config: EngineConfig, device: torch.device, memory: Callable[[torch.device], tuple[int, int]]
-) -> int:
-    """See `Room.num_blocks`."""
+def _num_blocks(room: Room, config: EngineConfig, device: torch.device, memory: tuple[int, int] | None = None) -> int:
+    """See `Room.num_blocks`. `memory`: (free, total) bytes; None: the device's."""
     if device.type not in ("cuda", "cpu"):  # meta: nothing is allocated
         return room.blocks_for(config.max_sessions or MAX_ON_CPU)
-    return room.num_blocks(config.max_sessions, *memory(device), on_gpu=device.type == "cuda")
+    return room.num_blocks(config.max_sessions, *(memory or memory_of(device)), on_gpu=device.type == "cuda")
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
