@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import make_engine, make_inputs, pause  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.errors import EngineStopped  # noqa: E402
@@ -151,8 +151,15 @@ def test_a_rank_killed_in_a_copy_fails_it_in_time(
 def test_a_rank_that_dies_at_rest_is_noticed(start: Any) -> None:
     ranks = start(Mesh(1, 2))
     engine = make_engine(block_size=16, ranks=ranks)
+    session = engine.open_session()
     assert engine.health().ready
+    go_on = pause(engine)
     os.kill(ranks._others.processes[1].pid, signal.SIGKILL)
+    ranks._others.processes[1].join(LONG_S)
+    late = engine.submit(session, make_inputs(engine, 0, 1))  # a message of the turn that finds it
+    go_on.set()
+    with pytest.raises(EngineStopped, match="rank 1"):
+        late.result(BOUND_S)
     expect_end(engine, ranks, 1, "at rest")
 
 
