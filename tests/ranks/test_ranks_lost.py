@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
-from engines import make_engine, make_inputs  # noqa: E402
+from engines import make_engine, make_inputs, pause  # noqa: E402
 
 from worldkv.engine.engine import Engine  # noqa: E402
 from worldkv.errors import EngineStopped  # noqa: E402
@@ -25,8 +25,9 @@ from worldkv.ranks.channel import Channel  # noqa: E402
 from worldkv.ranks.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-BOUND_S = 15.0  # far less than a test may take, and more than two slow cores need
 TIMEOUT_S = 5.0
+BOUND_S = 2 * TIMEOUT_S + 2.0  # after a death, as docs/ranks.md has it; two slow cores need a little more
+LONG_S = 60.0  # for what goes before
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,9 @@ def start() -> Iterator[Callable[..., Ranks]]:
         yield lambda mesh, timeout_s=TIMEOUT_S: groups.enter_context(Ranks.start(mesh, timeout_s=timeout_s))
 
 
-def kill_when_told(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, victim: int, command: str, nth: int) -> None:
-    """SIGKILL for a rank that has just been told to do something, the nth time."""
+def kill_when_told(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, victim: int, command: str, nth: int) -> list[float]:
+    """SIGKILL for a rank that has just been told to do something, the nth time. Returns when that was, once it was."""
+    when: list[float] = []
     sending, count = Channel.send, 0
     channels = {id(lane._channels[victim]) for lane in (ranks.leader.work, ranks.leader.copies)}
     process = ranks._others.processes[victim]
@@ -61,9 +63,11 @@ def kill_when_told(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, victim: int, c
         if id(self) in channels and json.loads(text)["command"] == command:
             count += 1
             if count == nth:
+                when.append(time.monotonic())
                 os.kill(process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(Channel, "send", send)
+    return when
 
 
 def expect_end(engine: Engine, ranks: Ranks, victim: int, how: str) -> None:
@@ -112,14 +116,15 @@ def test_a_rank_killed_in_a_tick_fails_it_in_time_and_a_new_group_goes_on(
     engine = make_engine(block_size=16, ranks=ranks)
     session = goes_on(engine, exported)  # after the death of the group of the test before
     fork = engine.fork(session)
-    kill_when_told(monkeypatch, ranks, victim, command, nth)
-    prompt = 7 if command == "project" else 0
+    died = kill_when_told(monkeypatch, ranks, victim, command, nth)
+    prompt, answered = 7 if command == "project" else 0, []
     pending = [engine.submit(each, make_inputs(engine, 2, prompt=prompt)) for each in (session, fork)]
-    began = time.monotonic()
     for future in pending:
-        with pytest.raises(EngineStopped, match=f"rank {victim} .*{command}.*SIGKILL"):
-            future.result(BOUND_S)
-    assert time.monotonic() - began < BOUND_S
+        future.add_done_callback(lambda _: answered.append(time.monotonic()))
+    for future in pending:
+        with pytest.raises(EngineStopped, match=f"rank {victim} .*SIGKILL"):
+            future.result(LONG_S)
+    assert max(answered) - died[0] < BOUND_S
     expect_end(engine, ranks, victim, "SIGKILL")
 
 
@@ -146,8 +151,15 @@ def test_a_rank_killed_in_a_copy_fails_it_in_time(
 def test_a_rank_that_dies_at_rest_is_noticed(start: Any) -> None:
     ranks = start(Mesh(1, 2))
     engine = make_engine(block_size=16, ranks=ranks)
+    session = engine.open_session()
     assert engine.health().ready
+    go_on = pause(engine)
     os.kill(ranks._others.processes[1].pid, signal.SIGKILL)
+    ranks._others.processes[1].join(LONG_S)
+    late = engine.submit(session, make_inputs(engine, 0, 1))  # a message of the turn that finds it
+    go_on.set()
+    with pytest.raises(EngineStopped, match="rank 1"):
+        late.result(BOUND_S)
     expect_end(engine, ranks, 1, "at rest")
 
 
@@ -159,7 +171,7 @@ def test_a_rank_that_hangs_is_given_up_in_time(start: Any) -> None:
     os.kill(pid, signal.SIGSTOP)
     pending = engine.submit(session, make_inputs(engine, 0, 1))
     with pytest.raises(EngineStopped, match="rank 1 has not answered for 1 s, told to project"):
-        pending.result(BOUND_S)
+        pending.result(LONG_S)
     expect_end(engine, ranks, 1, "not answered")
 
 

@@ -117,12 +117,12 @@ class EngineCore:
 
     def step(self) -> None:
         """One turn: messages, who may begin, one batch."""
+        self.executor.check()  # before letters are taken: those that are, are answered by nobody else
         has_work = self._has_work()
         if not has_work:
             self._device.leave(self)
         letters = self.inbox.take(0.0 if has_work else _IDLE_TURN_S)
         self.busy_since = time.monotonic()
-        self.executor.check()
         for letter in letters:
             self.operations.handle(letter)
         self.operations.resume()  # what waited for a tick that has ended

@@ -84,6 +84,7 @@ class StoredTensors:
             dtypes={name: self.dtypes[name] for name in shapes},
             places={name: place for name, place in self.places.items() if name in shapes or name in factors},
             adapters=adapters,
+            _handles=self._handles,
         )
 
     def tensor(self, name: str) -> torch.Tensor:
