@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from worldkv.models.registry import FAMILIES
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "worldkv"
 
@@ -128,6 +130,19 @@ def test_a_module_imports_only_its_own_part_and_those_below() -> None:
             if module.startswith("worldkv.") and module.split(".")[1] not in ALLOWED[part]
         ]
     _fail_if(found, "imports of parts that stand further right")
+
+
+def test_general_parts_know_no_family_of_models() -> None:
+    families = (*(module.rsplit(".", 1)[0] for module in FAMILIES.values()), "worldkv.models.wan")
+    general = ("kv", "attention", "engine", "app.py", "server", "wire.py", "client.py", "broker.py", "device.py")
+    found = [
+        f"{_name(path)}:{line}: {module}"
+        for path in SOURCES
+        if path.relative_to(PACKAGE).parts[0] in general
+        for module, line in _imported(_parse(path))
+        if module.startswith(families)
+    ]
+    _fail_if(found, "imports of one family; general parts know WorldModel only")
 
 
 def test_a_part_without_tensors_does_not_import_torch() -> None:

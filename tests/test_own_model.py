@@ -62,7 +62,7 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_the_type_checker_rejects_a_model_that_breaks_the_contract(fault: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
-        pytest.skip("mypy is not installed here; `make check` installs it and runs this")
+        pytest.skip("mypy is not installed here; `make check` installs it: then run this again")
     right, wrong = BROKEN[fault]
     source = EXAMPLE.read_text()
     assert right in source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,12 @@ def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     if there.device.type == "cuda" and there is not tensor:
         there.record_stream(torch.cuda.default_stream(there.device))
     return there
+
+
+def forget_ended_engines(device: torch.device | str) -> None:
+    """An engine refers to itself, so that one that was shut down holds a GPU's memory until Python collects it."""
+    if torch.device(device).type == "cuda":
+        gc.collect()
 
 
 class HostCopy:

@@ -12,6 +12,7 @@ import torch
 from worldkv.app import AnyApp
 from worldkv.attention.backend import choose_backend
 from worldkv.attention.names import check_name
+from worldkv.device import forget_ended_engines
 from worldkv.engine.core import Observer
 from worldkv.engine.engine import Engine, EngineConfig
 from worldkv.engine.executor import Executor
@@ -114,6 +115,7 @@ def start_engine(
     ranks: Ranks | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
     """A running engine over a model and a cache of the configured size, on each of the `ranks` that run it."""
+    forget_ended_engines(device)
     room = room_of(model, config, dtype)
     memory = None if ranks is None else ranks.memory()
     num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device), memory)
@@ -160,6 +162,7 @@ def _cache_needs(room: Room, num_blocks: int, device: torch.device) -> str:
 @contextmanager
 def _told_if_weights_do_not_fit(folder: Path, device: torch.device | str) -> Iterator[None]:
     """See `told_if_full`; what it takes is read off the sizes of the folder's files."""
+    forget_ended_engines(device)
     files = [path for pattern in ("*.safetensors", "*.pt") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
     with told_if_full("loading weights", f"{folder} holds {gib(num_bytes)} of them for {device}"):

@@ -35,6 +35,13 @@ def test_it_measures_each_part_and_leaves_results_and_plots(tmp_path: Path, caps
     assert (tmp_path / "bench.svg").exists()
 
 
+def test_float8_without_a_gpu_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", "--precision", "fp8"]) == 2
+    told = capsys.readouterr()
+    assert "--precision: expected 'model' without a GPU, got 'fp8'" in told.err
+    assert "ceilings" not in told.out
+
+
 def test_parking_is_measured_beside_another_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "--device", "cpu", "--parts", "parking", "--block-size", "16", "--output", str(tmp_path)]
     assert main(arguments) == 0
@@ -55,7 +62,30 @@ def test_the_work_of_a_window_is_counted_by_hand() -> None:
             products = queries * (6 * dit.dim * dit.dim + 2 * dit.dim * dit.ffn_dim)
             attention = 2 * queries * (keys + 512 + 257) * dit.dim
             rows += calls * dit.num_layers * 2 * (products + attention)
-    assert flops_of_window(config) == pytest.approx(2 * rows)
+    assert flops_of_window(config, [8, 8, 8, 8]) == pytest.approx(2 * rows)
+
+
+def test_the_work_of_fewer_steps_is_counted_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = []
+    for options in ([], ["--steps", "5"]):
+        command = ["bench", "--device", "cpu", "--parts", "ticks", "--block-size", "16", "--output", str(tmp_path)]
+        assert main([*command, *options]) == 0
+        ticks = json.loads(capsys.readouterr().out.splitlines()[-1])["ticks"]
+        done.append(ticks["achieved_tflops"] * sum(ticks["dit_ms_by_history"]) * 1e9)
+    config = dreamzero_5b()
+    expected = flops_of_window(config, [5] * 4) / flops_of_window(config, [8] * 4)
+    assert 0.6 < expected < 0.75
+    assert done[1] / done[0] == pytest.approx(expected, rel=0.1)  # of another size of model
+
+
+def test_what_is_compared_in_the_model_s_own_precision_is_left_out_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "--device", "cpu", "--sessions", "1", "--block-size", "16", "--output", str(tmp_path)]
+    assert main([*command, "--steps", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "baseline and fp8 are left out" in out
+    assert "baseline" not in json.loads(out.splitlines()[-1])
 
 
 def test_true_sizes_have_the_true_number_of_tensors_and_pixels() -> None:

@@ -87,7 +87,7 @@ def test_a_clip_that_is_incomplete_or_uneven_is_told(
 def test_the_real_episode_runs_through_every_window(
     golden_ti2v: Path, droid_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All requests of its schedule, the same predictions as every other run of them."""
+    """All requests of its schedule, and a new window whenever one is full. How well it guides is not asked."""
     quick = ["--steps", "5", "--cfg-scale", "1"]
     folders = ["--checkpoint", str(golden_ti2v), "--clip", str(droid_clip), "--output", str(tmp_path)]
     assert main(["replay", *folders, *quick]) == 0

@@ -33,7 +33,7 @@ def golden(golden_folder: Path) -> dict[str, torch.Tensor]:
 def fused(golden_folder: Path) -> WanVAE:
     vae = load_encoders(Checkpoint.open(golden_folder), device="cpu", dtype=torch.float32).vae
     fuse_vae(vae.module)
-    vae.frames_at_once = 8
+    vae.frames_at_once, vae.latents_at_once = 8, 3  # as `accelerate` has them on a GPU
     return vae
 
 
@@ -57,6 +57,18 @@ def test_a_stream_s_pieces_are_the_whole(fused: WanVAE, golden: dict[str, torch.
     latents = [fused.encode_stream(state, piece) for piece in torch.split(video, lengths, dim=2)]
     assert state.num_latent_frames == 5
     assert error(torch.cat(latents, dim=2), fused.encode(video)) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 1], [1, 6], [7], [2, 5]])
+def test_latents_that_are_decoded_together_are_those_decoded_one_by_one(fused: WanVAE, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    latents = torch.randn(1, fused.sizes.z_dim, 7, 4, 6)
+    fused.latents_at_once = 1
+    expected = fused.decode(latents)
+    fused.latents_at_once, state = 3, fused.new_decode_state()
+    video = [fused.decode_stream(state, piece) for piece in torch.split(latents, lengths, dim=2)]
+    assert state.num_latent_frames == 7
+    assert error(torch.cat(video, dim=2), expected) < 1e-5
 
 
 def test_of_a_batch_each_video_is_encoded_for_itself(fused: WanVAE) -> None:

@@ -67,16 +67,17 @@ class PlainRollout:
         kv = torch.cat([self.cache[layer], torch.stack([k, own.v(y).view(heads)])], dim=1)
         if commit:
             self.cache[layer] = kv.clone()
-        x = x + own.o(_attend(q, kv[0], kv[1])) * gate1
+        x = x + own.o(attend(q, kv[0], kv[1])) * gate1
         z = cross.norm_q(cross.q(block.norm3(x))).view(heads)
-        attended = _attend(z, *cross.project_text(self._text)) + _attend(z, *cross.project_image(self._image))
+        attended = attend(z, *cross.project_text(self._text)) + attend(z, *cross.project_image(self._image))
         x = x + cross.o(attended)
         y = layer_norm(x, block.eps) * (1 + scale2) + shift2
         updated: torch.Tensor = x + block.ffn(y) * gate2
         return updated
 
 
-def _attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+def attend(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+    """[T, heads * head_dim]"""
     q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_THD, v_THD))
     return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
 

@@ -12,6 +12,7 @@ import torch
 
 from worldkv.bench.released import RELEASED, TINY
 from worldkv.bench.watching import Bench, Seen, TimedExecutor
+from worldkv.device import forget_ended_engines
 from worldkv.engine.core import Model
 from worldkv.engine.engine import EngineConfig
 from worldkv.kv.cache import KVCache
@@ -35,6 +36,7 @@ def build_engine(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bench:
     """An engine over random weights: they run at full cost, and have learned nothing."""
+    forget_ended_engines(device)
     if model in RELEASED:
         made = random_model(RELEASED[model](), device=device, dtype=dtype, steps=steps, progress=progress)
         accelerate(made.dit, precision)

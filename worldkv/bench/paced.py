@@ -138,7 +138,7 @@ def summarise(answers: Sequence[Answer], pace: Pace) -> Figures:
         if within:
             slices.append({"from_s": float(begin), **_figures(within, pace)})
     errors = sorted({answer.error for answer in answers if answer.error})
-    return {**_figures(answers, pace), "by_ten_seconds": slices, "errors": errors[:5]}
+    return {"period_s": pace.period_s, **_figures(answers, pace), "by_ten_seconds": slices, "errors": errors[:5]}
 
 
 def _figures(answers: Sequence[Answer], pace: Pace) -> Figures:

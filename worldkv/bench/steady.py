@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from worldkv.bench.ticks import TICKS_PER_WINDOW, make_inputs
 from worldkv.bench.watching import Bench
+from worldkv.models.graphs import GraphedCall
+from worldkv.models.wan.dit import WanDiT
 
 
 def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) -> dict[str, Any]:
@@ -56,16 +59,21 @@ def measure_steadiness(bench: Bench, num_sessions: int, num_ticks: int = 100) ->
 
 
 def made_so_far(bench: Bench) -> dict[str, int]:
+    """See `made_by`."""
+    return made_by(bench.executor.device, bench.model.dit, bench.model.encoding.graphed.values())
+
+
+def made_by(device: torch.device, dit: WanDiT, encoders: Iterable[GraphedCall]) -> dict[str, int]:
     """How many kernels were compiled, graphs captured and attention plans built so far; none but on a GPU."""
-    if bench.executor.device.type != "cuda":
+    if device.type != "cuda":
         return {}
     from worldkv.attention import cudnn
     from worldkv.models.wan import kernels_triton, vae_triton
 
     return {
         "kernels": kernels_triton.num_compiled() + vae_triton.num_compiled(),
-        "graphs": getattr(bench.model.dit.run_blocks, "num_captured", 0),
-        "encoder_graphs": sum(each.num_captured for each in bench.model.encoding.graphed.values()),
+        "graphs": getattr(dit.run_blocks, "num_captured", 0),
+        "encoder_graphs": sum(each.num_captured for each in encoders),
         "attention_plans": cudnn.num_graphs(),
     }
 

@@ -16,12 +16,15 @@ from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.released import RELEASED, TINY, TINY_VIDEO, VIDEO_MODELS
 from worldkv.cli.bench_choices import (
     AT_ONCE,
+    COMPARED,
+    DEFAULT_STEPS,
     OWN_ENGINE,
     PARTS,
     ROBOTS,
     SESSIONS,
     check_combination,
     expect_options_of_video,
+    is_compared,
 )
 from worldkv.cli.bench_paced import measure_engines, measure_servers
 from worldkv.cli.common import (
@@ -31,6 +34,7 @@ from worldkv.cli.common import (
     add_precision,
     add_server_address,
     add_steps,
+    check_precision,
     choose_device,
     choose_dtype,
 )
@@ -49,7 +53,7 @@ MORE = (
     "In one run: the machine's own ceilings, each attention backend against dense attention, ticks by stage, many\n"
     "sessions at once, a plain baseline that does the same work as the reference does it, float8 products. Prints\n"
     "a table, leaves bench.json and plots in the output folder; the last line is the JSON. Of causal video: blocks\n"
-    "of one session (ticks) and of several (sessions)."
+    "of one session and how soon pictures come (ticks), of several (sessions), paced viewers, a plain baseline."
 )
 EXAMPLE = "worldkv bench --model dreamzero-5b --sessions 1 8 32"
 
@@ -68,12 +72,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     many = f"at once, for the part of that name ({' '.join(map(str, SESSIONS))})"
     parser.add_argument("--sessions", type=whole(1), nargs="+", default=SESSIONS, metavar="N", help=many)
-    paced = parser.add_argument_group("robots at their own pace (--parts paced)")
-    paced.add_argument("--robots", type=whole(1), nargs="+", default=ROBOTS, metavar="N", help="how many (4 8 16)")
+    paced = parser.add_argument_group("robots, or viewers of video, at their own pace (--parts paced)")
+    number = "how many (4 8 16; of viewers 1 2 3)"
+    paced.add_argument("--robots", type=whole(1), nargs="+", default=ROBOTS, metavar="N", help=number)
     find = "the most robots, from the least to the most of --robots, that get 99 %% of their replies in time"
     paced.add_argument("--find", action="store_true", help=find)
-    period = f"between a robot's asks; later replies are late ({Pace.period_s})"
-    paced.add_argument("--period", type=seconds, default=Pace.period_s, metavar="S", help=period)
+    period = f"between a robot's asks; later replies are late ({Pace.period_s}; of viewers as long as a block plays)"
+    paced.add_argument("--period", type=seconds, metavar="S", help=period)
     paced.add_argument("--episode", type=seconds, metavar="S", help="after about that another robot comes (never)")
     length = f"of each run ({Pace.seconds:g})"
     paced.add_argument("--seconds", type=seconds, default=Pace.seconds, metavar="S", help=length)
@@ -96,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         expect_options_of_video(arguments)
         from worldkv.cli.bench_video import run_video
 
-        return run_video(arguments, AT_ONCE)
+        return _leave(arguments.output, run_video(arguments, AT_ONCE))
     check_combination(arguments)
     if arguments.url is not None:
         about = {"benchmark": "bench", "model": arguments.url, "weights": "unknown", "device": "a server"}
@@ -108,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         from worldkv.bench.timing import copy_ceiling, matrix_ceiling
 
         device = choose_device(arguments.device)
+        check_precision(arguments.precision, device)
         dtype = choose_dtype("auto", device)
     results: dict[str, Any] = {
         "benchmark": "bench",
@@ -118,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "block_size": arguments.block_size,
         "precision": arguments.precision,
-        "steps": arguments.steps or 8,
+        "steps": arguments.steps or DEFAULT_STEPS,
     }
     print(
         f"{arguments.model} with random weights on {results['device']}, torch {torch.__version__}, {results['dtype']}"
@@ -159,9 +165,14 @@ def _engine(
 ) -> Bench:
     from worldkv.bench.models import build_engine
 
-    steps = 8 if arguments.steps is None else arguments.steps
     return build_engine(
-        arguments.model, config, device, dtype, precision=arguments.precision, steps=steps, progress=progress
+        arguments.model,
+        config,
+        device,
+        dtype,
+        precision=arguments.precision,
+        steps=arguments.steps or DEFAULT_STEPS,
+        progress=progress,
     )
 
 
@@ -202,6 +213,7 @@ def _measure_engine(
     from worldkv.bench.models import sessions_that_fit
     from worldkv.bench.steady import made_so_far
 
+    parts = [part for part in arguments.parts if part not in COMPARED or is_compared(arguments)]
     counts = sessions_that_fit(arguments.model, arguments.sessions)
     config = EngineConfig(
         block_size=arguments.block_size, max_sessions=max([1, *counts]), max_rows=128, attention=arguments.attention
@@ -223,13 +235,15 @@ def _measure_engine(
             results["profile"] = _profile(bench)
         if "memory" in arguments.parts and device.type == "cuda":
             results["memory"] = _memory(bench)
-        if "baseline" in arguments.parts:
+        if len(parts) < len(arguments.parts):
+            print(f"{' and '.join(COMPARED)} are left out: they compare with {DEFAULT_STEPS} steps, not in float8")
+        if "baseline" in parts:
             results["baseline"] = _baseline(bench)
             if "ticks" in results:
                 ratio = results["baseline"]["dit_ms_mean"] / results["ticks"]["dit_ms_mean"]
                 results["baseline"]["ratio"] = round(ratio, 2)
                 print(f"  the paged engine is {ratio:.2f} times faster")
-        if "fp8" in arguments.parts and device.type == "cuda" and arguments.precision == "model":
+        if "fp8" in parts and device.type == "cuda":
             results["fp8"] = _float8(bench, results["ceilings"]["matrix_tflops"])
     finally:
         bench.engine.shutdown()

@@ -1,9 +1,9 @@
-"""`worldkv bench --parts paced`: robots at their own pace, on engines in this process or on a server."""
+"""`worldkv bench --parts paced`: robots or viewers at their own pace, on engines in this process or on a server."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ def measure_engines(arguments: argparse.Namespace, make: Callable[[EngineConfig]
         )
         return measure_engine(make(config), num_robots, pace)
 
-    return _by_robots(arguments, measure)
+    return by_robots(arguments, measure, arguments.robots)
 
 
 def measure_servers(arguments: argparse.Namespace) -> Figures:
@@ -35,24 +35,23 @@ def measure_servers(arguments: argparse.Namespace) -> Figures:
         way = (arguments.api_key, arguments.proxy)
         return measure_server(arguments.url, arguments.dialect, num_robots, pace, *way)
 
-    return _by_robots(arguments, measure)
+    return by_robots(arguments, measure, arguments.robots)
 
 
-def _pace(arguments: argparse.Namespace) -> Pace:
-    return Pace(arguments.period, episode_s=arguments.episode, seconds=arguments.seconds)
-
-
-def _by_robots(arguments: argparse.Namespace, measure: Callable[[int, Pace], Figures]) -> Figures:
+def by_robots(
+    arguments: argparse.Namespace, measure: Callable[[int, Pace], Figures], counts: Sequence[int], who: str = "robots"
+) -> Figures:
+    """Each of these numbers of robots, or the most that are served in time. `measure`: may know a better period."""
     from worldkv.bench.paced import largest_in_time
 
     rows: list[Figures] = []
-    pace = _pace(arguments)
+    pace = Pace(arguments.period or Pace.period_s, episode_s=arguments.episode, seconds=arguments.seconds)
 
     def share_late(num_robots: int) -> float:
         row = measure(num_robots, pace)
         rows.append(row)
         print(
-            f"  {num_robots:>3} robots, one reply each {arguments.period:g} s: p50 {row['p50_ms']} ms, p99 "
+            f"  {num_robots:>3} {who}, one reply each {row['period_s']:g} s: p50 {row['p50_ms']} ms, p99 "
             f"{row['p99_ms']} ms, worst {row['worst_ms']} ms, {100 * row['share_late']:.1f} % of {row['replies']} late"
             + (f"; made after ready: {row['made_after_ready']}" if "made_after_ready" in row else ""),
             flush=True,
@@ -73,14 +72,15 @@ def _by_robots(arguments: argparse.Namespace, measure: Callable[[int, Pace], Fig
             )
         return float(row["share_late"])
 
-    measured: Figures = {"period_s": arguments.period, "episode_s": arguments.episode}
+    measured: Figures = {"episode_s": arguments.episode}
     if arguments.find:
-        measured["most_robots"] = largest_in_time(share_late, min(arguments.robots), max(arguments.robots))
-        print(f"  {measured['most_robots']} robots get 99 % of their replies within {arguments.period:g} s")
+        measured["most_robots"] = largest_in_time(share_late, min(counts), max(counts))
+        print(f"  {measured['most_robots']} {who} get 99 % of their replies within {rows[0]['period_s']:g} s")
     else:
-        for num_robots in arguments.robots:
+        for num_robots in counts:
             share_late(num_robots)
-    return {**measured, "rows": sorted(rows, key=lambda row: int(row["robots"]))}
+    by_number = sorted(rows, key=lambda row: int(row["robots"]))
+    return {**measured, "who": who, "period_s": rows[0]["period_s"], "rows": by_number}
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

@@ -232,6 +232,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raises UsageError."""
+    if precision != "model" and device.type != "cuda":
+        raise UsageError(f"--precision: expected 'model' without a GPU, got {precision!r}")
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU, as the model was trained, and float32 on a CPU."""
     import torch
@@ -263,6 +269,7 @@ def load_app_for(
     check_engine_options(arguments)
     with spinner("starting up"):  # torch and the model libraries take seconds to import
         device = choose_device(arguments.device) if ranks is None else ranks.own_device
+        check_precision(arguments.precision, device)
         dtype = choose_dtype(arguments.dtype, device)
 
         from worldkv.load import load_app, served_family

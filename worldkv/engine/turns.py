@@ -29,14 +29,14 @@ class Turns:
     def keeps(self, letter: m.Letter) -> bool:
         """Whether it has to wait; then it is kept until `next_letters` brings it.
 
-        Its sender may give up meanwhile, by cancelling the answer. A robot's tick beside another one is not kept: see
+        Its sender may give up meanwhile, by cancelling the answer. A client's tick beside another one is not kept: see
         `require_no_other_tick`.
         """
         handle = _session_of(letter.message)
         session = None if handle is None else self._sessions.get(handle)
         if handle is None or session is None or (session.tick is None and handle not in self._waiting):
             return False
-        if _is_robots_tick(letter.message) and self._has_robots_tick(session):
+        if _is_clients_tick(letter.message) and self._has_clients_tick(session):
             return False
         self._waiting.setdefault(handle, deque()).append(letter)
         if session.tick is not None and isinstance(letter.message, m.Submit):
@@ -51,7 +51,7 @@ class Turns:
 
     def require_no_other_tick(self, session: Session) -> None:
         """A robot asks for one tick after the other. Raises SessionBusy."""
-        if session.tick is not None or self._has_robots_tick(session):
+        if session.tick is not None or self._has_clients_tick(session):
             raise SessionBusy(f"session {session.handle.session_id} has a tick in flight; wait for its reply")
 
     def next_letters(self, handle: SessionHandle | None = None) -> Iterator[m.Letter]:
@@ -82,10 +82,10 @@ class Turns:
         session = self._sessions.get(handle)
         return session is None or session.tick is None
 
-    def _has_robots_tick(self, session: Session) -> bool:
+    def _has_clients_tick(self, session: Session) -> bool:
         waiting = self._waiting.get(session.handle, ())
         in_flight = session.tick is not None and not session.tick.waits_its_turn
-        return in_flight or any(_is_robots_tick(letter.message) for letter in waiting)
+        return in_flight or any(_is_clients_tick(letter.message) for letter in waiting)
 
 
 def _session_of(message: m.Message) -> SessionHandle | None:
@@ -97,5 +97,5 @@ def _session_of(message: m.Message) -> SessionHandle | None:
     return None
 
 
-def _is_robots_tick(message: m.Message) -> bool:
+def _is_clients_tick(message: m.Message) -> bool:
     return isinstance(message, m.Submit) and not message.waits_its_turn

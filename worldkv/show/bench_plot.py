@@ -26,6 +26,9 @@ def plot_bench(path: Path, results: dict[str, Any]) -> None:
 
 
 def _draw_ticks(axes: Axes, results: dict[str, Any]) -> None:
+    if "decode_ms" in results["ticks"]:
+        _draw_blocks(axes, results)
+        return
     histories = [1, 3, 5, 7]
     series = (("baseline", "plain baseline", _GREY), ("ticks", "paged", _BLUE), ("fp8", "paged, float8", _GREEN))
     for name, label, colour in series:
@@ -35,6 +38,17 @@ def _draw_ticks(axes: Axes, results: dict[str, Any]) -> None:
     axes.set(xlabel="frames of history", xticks=histories)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+
+
+def _draw_blocks(axes: Axes, results: dict[str, Any]) -> None:
+    rows = [(label, results[name]) for name, label in (("baseline", "plain"), ("ticks", "paged")) if name in results]
+    begins = [0.0] * len(rows)
+    for part, label, colour in (("dit_ms", "DiT", _BLUE), ("decode_ms", "decoding", _ORANGE)):
+        times = [measured[part] for _, measured in rows]
+        axes.barh([name for name, _ in rows], times, left=begins, label=label, color=colour)
+        begins = [begin + ms for begin, ms in zip(begins, times, strict=True)]
+    _title(axes, f"time of a block of {results['ticks']['frames_per_block']} pictures, ms")
+    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.08))
 
 
 def _draw_attention(axes: Axes, results: dict[str, Any]) -> None:
@@ -69,8 +83,9 @@ def _draw_paced(axes: Axes, results: dict[str, Any]) -> None:
         axes.plot(robots, [row[name] for row in rows], line, color=colour, label=label)
     axes.axhline(deadline, color=_INK, linewidth=1)
     axes.annotate("late", (1, deadline), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=_INK)
-    _title(axes, "reply time of robots at their own pace, ms")
-    axes.set_xlabel("robots")
+    who = results["paced"].get("who", "robots")
+    _title(axes, f"reply time of {who} at their own pace, ms")
+    axes.set(xlabel=who, xticks=robots)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
 

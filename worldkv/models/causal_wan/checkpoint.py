@@ -148,4 +148,4 @@ def load_network(recipe: Recipe, part: Part, progress: Progress | None = None) -
     load_module(recipe.tensors, dit, sources, device=part.device, dtype=dtype, progress=progress)
     dit.fingerprint = fingerprint(dit)
     accelerate(dit, recipe.precision)
-    return CausalWanNetwork(dit, recipe.spec, config.blocks.frames_per_block * config.frame_tokens)
+    return CausalWanNetwork(config, dit, recipe.spec)

@@ -8,7 +8,7 @@ Holds weights and constants only; a session's state is a `State` value that the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -19,7 +19,17 @@ from worldkv.device import HostCopy
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
 from worldkv.kv.state import KVState
-from worldkv.models.base import Encode, Forward, ModelCard, OnHost, Outcome, Program, Row, batches_of_alike
+from worldkv.models.base import (
+    BatchLimits,
+    Encode,
+    Forward,
+    ModelCard,
+    OnHost,
+    Outcome,
+    Program,
+    Row,
+    batches_of_alike,
+)
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.inputs import (
     Block,
@@ -33,6 +43,7 @@ from worldkv.models.causal_wan.inputs import (
 )
 from worldkv.models.causal_wan.network import CausalWanNetwork
 from worldkv.models.causal_wan.past import Past, kept_blocks, name_of
+from worldkv.models.causal_wan.ready import encoder_steps
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
@@ -70,7 +81,7 @@ class CausalWan:
         self.spec = kv_spec(config, recache, mesh)
         self.whole_spec = kv_spec(config, recache)  # of all ranks together
         self._block_tokens = blocks.frames_per_block * config.frame_tokens
-        self.network = network or CausalWanNetwork(dit, self.spec, self._block_tokens)
+        self.network = network or CausalWanNetwork(config, dit, self.spec)
         self.texts = Texts(self.spec, self.network)
 
     @property
@@ -178,6 +189,10 @@ class CausalWan:
             if row.context.branch.copy is not None:
                 row.context.branch.copy.is_filled = True
         return velocities
+
+    def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
+        """See MakesReady."""
+        return [*encoder_steps(self, cache), *self.network.ready_steps(cache, limits)]
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:

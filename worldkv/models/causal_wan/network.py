@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from worldkv.kv.row import RowLimits
+from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.spec import KVSpec
 from worldkv.models.base import BatchLimits
+from worldkv.models.causal_wan.config import CausalWanConfig
+from worldkv.models.causal_wan.ready import dit_steps
 from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
-from worldkv.models.wan.dit import ForwardPlans, WanDiT
+from worldkv.models.wan.dit import ForwardPlans, KeptTokens, WanDiT
 from worldkv.models.wan.network import ActiveRow, Layers, Pages
 
 
 class CausalWanNetwork:
-    """`block_tokens`: of a block."""
-
-    def __init__(self, dit: WanDiT, spec: KVSpec, block_tokens: int) -> None:
-        self.dit, self.spec, self._block_tokens = dit, spec, block_tokens
+    def __init__(self, config: CausalWanConfig, dit: WanDiT, spec: KVSpec) -> None:
+        self.config, self.dit, self.spec = config, dit, spec
+        self._block_tokens = config.blocks.frames_per_block * config.frame_tokens
 
     @torch.no_grad()
     def forward(self, pages: Pages, rows: Sequence[ActiveRow]) -> list[torch.Tensor | None]:
         """Velocities of the rows."""
-        limits, text_limits = self._limits([row.history.num_queries for row in rows])
         fill_copies(self.dit, pages.storage, rows)
-        plans = ForwardPlans(
-            pages.backend.plan(pages.storage, [row.history for row in rows], limits),
-            pages.backend.plan(pages.storage, [row.conditioning["text"] for row in rows], text_limits),
-            kept=kept_tokens(pages.storage, rows),
-        )
-        velocities: list[torch.Tensor | None] = self.dit([row.inputs for row in rows], plans)
-        return velocities
+        velocities: dict[int, torch.Tensor | None] = {}
+        for indices in self._alike(rows):
+            some = [rows[index] for index in indices]
+            kept = kept_tokens(pages.storage, some) if self.spec.reads_copy else None
+            text = [row.conditioning["text"] for row in some]
+            plans = self.plans(pages, [row.history for row in some], text, kept)
+            velocities |= zip(indices, self.dit([row.inputs for row in some], plans), strict=True)
+        return [velocities[index] for index in range(len(rows))]
 
     @torch.no_grad()
     def project(self, kind: str, embeddings: tuple[torch.Tensor, ...]) -> Layers:
@@ -39,10 +41,28 @@ class CausalWanNetwork:
         return self.dit.project_text(embeddings[0])
 
     def ready_steps(self, pages: Pages, limits: BatchLimits) -> Sequence[Callable[[], object]]:
-        return ()
+        return list(dit_steps(self, pages, limits))
 
-    def _limits(self, num_queries: Sequence[int]) -> tuple[RowLimits, RowLimits]:
-        """Of history and text: as many rows of blocks always make plans of one shape. A recache, which is rare, has
-        more queries, and would make all others' plans larger."""
-        most = max(self._block_tokens, *num_queries)
-        return RowLimits(most, self.spec.row_limits.num_visible), RowLimits(most, self.spec.conditioning["text"])
+    def plans(
+        self,
+        pages: Pages,
+        history: Sequence[AttentionRow],
+        text: Sequence[AttentionRow],
+        kept: KeptTokens | None = None,
+    ) -> ForwardPlans:
+        """Of rows that are alike. As many of one kind always make plans of one shape."""
+        limits = RowLimits(history[0].num_queries, self.spec.row_limits.num_visible)
+        text_limits = replace(limits, num_visible=self.spec.conditioning["text"])
+        return ForwardPlans(
+            pages.backend.plan(pages.storage, history, limits),
+            pages.backend.plan(pages.storage, text, text_limits),
+            kept=kept,
+        )
+
+    def _alike(self, rows: Sequence[ActiveRow]) -> list[list[int]]:
+        """Indices of rows that run together: those of blocks; each recache, which is rare, by itself. Mixed, they would
+        need plans and graphs for every mixture."""
+        is_block = [row.history.num_queries == self._block_tokens for row in rows]
+        blocks = [index for index, is_alike in enumerate(is_block) if is_alike]
+        others = [[index] for index, is_alike in enumerate(is_block) if not is_alike]
+        return [blocks, *others] if blocks else others

@@ -33,15 +33,10 @@ def fill_copies(dit: WanDiT, storage: KVStorage, rows: Sequence[ActiveRow]) -> N
         storage.write(layer, targets, rotate(k[sources], (cos, sin)), v[sources])
 
 
-def kept_tokens(storage: KVStorage, rows: Sequence[ActiveRow]) -> KeptTokens | None:
-    """Those of committing rows. None where there are none."""
-    starts = np.cumsum([0, *(row.history.num_queries for row in rows)])
-    kept = [
-        (np.arange(start, start + len(row.kept_slots)), row.kept_slots)
-        for row, start in zip(rows, starts, strict=False)
-        if row.kept_slots is not None
+def kept_tokens(storage: KVStorage, rows: Sequence[ActiveRow]) -> KeptTokens:
+    """Those of committing rows."""
+    slots = [
+        np.full(row.history.num_queries, -1, dtype=np.int64) if row.kept_slots is None else row.kept_slots
+        for row in rows
     ]
-    if not kept:
-        return None
-    tokens, slots = (upload(np.concatenate(parts), storage.device) for parts in zip(*kept, strict=True))
-    return KeptTokens(storage, tokens, slots)
+    return KeptTokens(storage, upload(np.concatenate(slots), storage.device))

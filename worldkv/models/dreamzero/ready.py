@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from worldkv.kv.block_table import blocks_for
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import AttentionRow
 from worldkv.kv.spec import Step
 from worldkv.models.base import BatchLimits
 from worldkv.models.dreamzero.dit import DreamZeroRow
 from worldkv.models.dreamzero.inputs import latent_size, tiled_size
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.graphs import GraphedBlocks
+from worldkv.models.wan.ready import reading_rows, sizes_up_to
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.model import DreamZero
@@ -49,15 +48,6 @@ def dit_steps(network: DreamZeroNetwork, pages: Pages, limits: BatchLimits) -> I
     yield torch.cuda.empty_cache
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """1, 2, 3, ... 8, 10, 12, 14, 16, 20, ...: whatever is asked for, the next one is at most a quarter more."""
-    sizes, size = [], 1
-    while size < most:
-        sizes.append(size)
-        size += max(1, 1 << max(0, size.bit_length() - 3))
-    return [*sizes, most]
-
-
 def encoder_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterator[Callable[[], object]]:
     """Of the encoders; none on a CPU."""
     if cache.storage.device.type != "cuda":
@@ -80,19 +70,12 @@ def encoder_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iter
 @torch.no_grad()
 def _capture_forward(network: DreamZeroNetwork, blocks: GraphedBlocks, pages: Pages, mix: Sequence[Step]) -> None:
     """A forward of rows at these steps, which read the pool's first blocks and write nowhere."""
-    spec, block_size = network.spec, pages.storage.block_size
+    spec, storage = network.spec, pages.storage
     counts = [spec.tokens_of(step) for step in mix]
-
-    def reading(num_keys: int, num_tokens: int, write_slots: np.ndarray | None = None) -> AttentionRow:
-        held = np.arange(blocks_for(num_keys, block_size), dtype=np.int32) % pages.storage.num_blocks
-        return AttentionRow(held, num_keys, num_tokens, write_slots)
-
-    nowhere = [np.full(count, -1, dtype=np.int64) for count in counts]
-    num_visible = spec.row_limits.num_visible
     plans = network.plans(
         pages,
-        [reading(num_visible, count, slots) for count, slots in zip(counts, nowhere, strict=True)],
-        {kind: [reading(num_keys, count) for count in counts] for kind, num_keys in spec.conditioning.items()},
+        reading_rows(storage, spec.row_limits.num_visible, counts, writes=True),
+        {kind: reading_rows(storage, num_keys, counts) for kind, num_keys in spec.conditioning.items()},
     )
     with blocks.preparing(num_levels=_LEVELS_PER_ROW * len(mix)):
         network.dit([_row(network, step) for step in mix], plans)

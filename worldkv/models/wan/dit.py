@@ -41,16 +41,27 @@ class WanRow:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Tokens of a forward whose keys go to `slots` of `storage` as they are before rotation, beside what attention
-    writes. Both int64 [N]: which of the packed tokens, and where."""
+    """Where the keys of a forward's tokens go in `storage` as they are before rotation, beside what attention writes.
+    `slots`: int64 [T]; negative where a token's are not kept. Enters CUDA graphs as attention plans do."""
 
     storage: KVStorage
-    tokens: torch.Tensor
     slots: torch.Tensor
 
     def write(self, layer: int, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
         """Of all tokens of the forward."""
-        self.storage.write(layer, self.slots, k_THD[self.tokens], v_THD[self.tokens])
+        kept = self.slots >= 0
+        self.storage.write(layer, self.slots[kept], k_THD[kept], v_THD[kept])
+
+    @property
+    def shape_class(self) -> tuple[()]:
+        return ()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.slots]
+
+    def with_own_tensors(self) -> KeptTokens:
+        return KeptTokens(self.storage, self.slots.clone())
 
 
 @dataclass(frozen=True)

@@ -123,14 +123,13 @@ class FusedBlocks:
     def _self_attention(self, layer: _Layer, index: int, y: Any, phases: Phases, plans: ForwardPlans) -> torch.Tensor:
         plan = plans.history
         assert plan.write_slots is not None
-        qkv = layer.qkv(y)
-        if plans.kept is not None:
-            _, k, v = qkv.chunk(3, dim=-1)
-            heads = (len(qkv), self.dit.config.num_heads, -1)
-            k = rms_norm(k.contiguous(), layer.norm_k, self._eps)
-            plans.kept.write(index, k.view(heads), v.reshape(heads))
+        kept_slots = None if plans.kept is None else plans.kept.slots
         q = norm_rotate_write(
-            qkv, layer.norm_q, layer.norm_k, *phases, plan.storage, index, plan.write_slots, self._eps
+            layer.qkv(y),
+            *(layer.norm_q, layer.norm_k, *phases),
+            *(plan.storage, index, plan.write_slots),
+            self._eps,
+            kept_slots,
         )
         delta: torch.Tensor = layer.out(self._operand(plan.run(index, q).flatten(1)))
         return delta

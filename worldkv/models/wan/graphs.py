@@ -93,7 +93,7 @@ class GraphedBlocks:
 def _key(inputs: BlockInputs) -> Hashable | None:
     """The pages and the shapes of the plans; None where no graph can be made."""
     plans = _plans(inputs.plans).values()
-    if not inputs.x.is_cuda or inputs.plans.kept is not None or not all(hasattr(plan, "shape_class") for plan in plans):
+    if not inputs.x.is_cuda or not all(hasattr(plan, "shape_class") for plan in plans):
         return None
     return tuple((type(plan), plan.storage, plan.shape_class) for plan in plans)
 
@@ -104,9 +104,10 @@ def _replay(captured: _Captured, inputs: BlockInputs) -> torch.Tensor:
         own[: len(given)].copy_(given)
     if num_tokens < len(captured.inputs.x):  # the rest is nobody's: it stays finite, and writes nowhere
         captured.inputs.x[num_tokens:].zero_()
-        write_slots = captured.inputs.plans.history.write_slots
-        assert write_slots is not None
-        write_slots[num_tokens:].fill_(-1)
+        plans = captured.inputs.plans
+        for slots in (plans.history.write_slots, None if plans.kept is None else plans.kept.slots):
+            if slots is not None:
+                slots[num_tokens:].fill_(-1)
     captured.graph.replay()
     return captured.inputs.x[:num_tokens]
 

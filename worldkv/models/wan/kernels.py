@@ -82,29 +82,36 @@ def norm_rotate_write(
     layer: int,
     write_slots: torch.Tensor,
     eps: float,
+    kept_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [T, H, head_dim], normed over the full width and rotated; k likewise and v go to their slots of the cache.
 
     `cos`, `sin`: float32 [T, 1, head_dim / 2]; pairs are adjacent elements. `write_slots`: int64 [T]; what
-    would go to a negative one is dropped.
+    would go to a negative one is dropped. `kept_slots`: likewise, where k normed but not rotated goes, and v again.
     """
     if qkv_T3D.is_cuda:
         k_slots, v_slots = storage.slots(layer)
         out: torch.Tensor = _triton().norm_rotate_write(
-            qkv_T3D, weight_q_D, weight_k_D, cos, sin, k_slots, v_slots, write_slots, eps
+            qkv_T3D, weight_q_D, weight_k_D, cos, sin, k_slots, v_slots, write_slots, eps, kept_slots
         )
         return out
     q, k, v = qkv_T3D.chunk(3, dim=-1)
     heads = (q.shape[0], *storage.k[layer].shape[2:])
 
-    def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-        even, odd = wide.view(*heads[:2], -1, 2).unbind(-1)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).view(heads)
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        even, odd = normed(x, weight).view(*heads[:2], -1, 2).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
-    kept = write_slots >= 0
-    storage.write(layer, write_slots[kept], rotated(k, weight_k_D)[kept], v.reshape(heads)[kept])
+    written = [(write_slots, rotated(k, weight_k_D))]
+    if kept_slots is not None:
+        written.append((kept_slots, normed(k, weight_k_D)))
+    for slots, keys in written:
+        exist = slots >= 0
+        storage.write(layer, slots[exist], keys[exist], v.reshape(heads)[exist])
     return rotated(q, weight_q_D).to(qkv_T3D.dtype)
 
 

@@ -69,8 +69,8 @@ def _rms_norm(x_ptr, weight_ptr, y_ptr, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _norm_rotate_write(
-    qkv_ptr, weight_q_ptr, weight_k_ptr, cos_ptr, sin_ptr, slots_ptr, q_ptr, k_slots_ptr, v_slots_ptr,
-    width, half, eps, BLOCK: tl.constexpr,
+    qkv_ptr, weight_q_ptr, weight_k_ptr, cos_ptr, sin_ptr, slots_ptr, kept_ptr, q_ptr, k_slots_ptr, v_slots_ptr,
+    width, half, eps, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # 0: q, 1: k, 2: v
@@ -78,8 +78,12 @@ def _norm_rotate_write(
     mask = cols < width
     row = tl.load(qkv_ptr + t * 3 * width + part * width + cols, mask=mask, other=0.0)
     slot = tl.load(slots_ptr + t)
+    kept = tl.load(kept_ptr + t) if KEPT else slot
     if part == 2:
-        tl.store(v_slots_ptr + slot * width + cols, row.to(v_slots_ptr.dtype.element_ty), mask=mask & (slot >= 0))
+        v = row.to(v_slots_ptr.dtype.element_ty)
+        tl.store(v_slots_ptr + slot * width + cols, v, mask=mask & (slot >= 0))
+        if KEPT:
+            tl.store(v_slots_ptr + kept * width + cols, v, mask=mask & (kept >= 0))
     else:
         wide = row.to(tl.float32)
         weight_ptr = weight_q_ptr if part == 0 else weight_k_ptr
@@ -93,8 +97,11 @@ def _norm_rotate_write(
         if part == 0:
             tl.store(q_ptr + t * width + cols, turned.to(q_ptr.dtype.element_ty), mask=mask)
         else:
-            kept = mask & (slot >= 0)
-            tl.store(k_slots_ptr + slot * width + cols, turned.to(k_slots_ptr.dtype.element_ty), mask=kept)
+            k = turned.to(k_slots_ptr.dtype.element_ty)
+            tl.store(k_slots_ptr + slot * width + cols, k, mask=mask & (slot >= 0))
+            if KEPT:
+                k = normed.to(k_slots_ptr.dtype.element_ty)
+                tl.store(k_slots_ptr + kept * width + cols, k, mask=mask & (kept >= 0))
 
 
 @triton.jit
@@ -165,6 +172,7 @@ def norm_rotate_write(
     v_slots: torch.Tensor,
     write_slots: torch.Tensor,
     eps: float,
+    kept_slots: torch.Tensor | None,
 ) -> torch.Tensor:
     num_tokens, width = qkv.shape[0], weight_q.shape[0]
     q = torch.empty(num_tokens, *k_slots.shape[1:], device=qkv.device, dtype=qkv.dtype)
@@ -175,12 +183,14 @@ def norm_rotate_write(
         cos,
         sin,
         write_slots,
+        write_slots if kept_slots is None else kept_slots,
         q,
         k_slots,
         v_slots,
         width,
         cos.shape[-1],
         eps,
+        KEPT=kept_slots is not None,
         **_launch(width),
     )
     return q
