@@ -23,6 +23,7 @@ LAYERS = (
     "attention",
     "models",
     "engine",
+    "ranks",
     "app",
     "robots",
     "videos",
@@ -68,7 +69,6 @@ KNOWN_REACHES = {
     ("models/checkpoints/modules.py", "owner._parameters"),
     ("models/wan/random.py", "owner._parameters"),
     ("models/wan/encoders.py", "module.get_submodule(path)._buffers"),
-    ("models/wan/encoders.py", "state._tails"),  # ours: of VAEStream, by WanVAE in the same module
     ("models/wan/fused.py", "torch._addmm_activation"),
     ("models/wan/fused.py", "torch._scaled_mm"),
 }

@@ -186,18 +186,18 @@ class App(ABC, Generic[InputsT, ResultT, ReplyT]):
     def forked(
         self, handle: SessionHandle, source: Session[InputsT, ResultT, ReplyT] | SnapshotHandle
     ) -> Session[InputsT, ResultT, ReplyT]:
-        """The session that was forked from `source`."""
         return self._session(handle, forked_from=source.session_id if isinstance(source, Session) else "a snapshot")
 
-    def begin_import(self, data: bytes | bytearray, session_id: str, *, trusts: bool = True) -> Future[SessionHandle]:
+    def begin_import(
+        self, data: bytes | bytearray, session_id: str, *, trusts: bool = True, exact: bool = False
+    ) -> Future[SessionHandle]:
         """A session that goes on from an export, see `Engine.import_session`; `imported` makes one of its handle."""
-        return self.engine.begin_import(data, session_id, trusts=trusts)
+        return self.engine.begin_import(data, session_id, trusts=trusts, exact=exact)
 
     def imported(self, handle: SessionHandle) -> Session[InputsT, ResultT, ReplyT]:
         return self._session(handle, forked_from="an export")
 
     def release(self, snapshot: SnapshotHandle) -> None:
-        """Give a snapshot's references back; safe twice."""
         self.engine.release(snapshot)
 
     def warm_up(self) -> None:
@@ -312,7 +312,7 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
         return self._engine.begin_snapshot(self.handle)
 
     def restore(self, snapshot: SnapshotHandle) -> None:
-        """Go back to a snapshot of this or another session. Raises like `snapshot`."""
+        """Go back to a snapshot, of any session. Raises like `snapshot`."""
         self._engine.restore(self.handle, snapshot)
         self._happened("restored")
 
@@ -328,8 +328,8 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
     def begin_park(self) -> Future[None]:
         return self._engine.begin_park(self.handle)
 
-    def begin_export(self) -> Future[SessionExport]:
-        return self._engine.begin_export(self.handle)  # what it brings is in bytes, see `Engine.export`
+    def begin_export(self, *, compact: bool = False) -> Future[SessionExport]:
+        return self._engine.begin_export(self.handle, compact=compact)
 
     def resume(self) -> None:
         """Bring a parked session's K/V back before its next tick does. Raises AdmissionRefused."""
@@ -347,6 +347,7 @@ class Session(Generic[InputsT, ResultT, ReplyT]):
             "frames_seen": info.num_chunks,
             "blocks": info.num_blocks,
             "bytes_parked": info.bytes_parked,
+            "inexact": info.inexact,
         }
 
     def _answer(self, done: Future[TickReply[ResultT]], answer: Future[ReplyT]) -> None:

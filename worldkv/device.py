@@ -53,3 +53,10 @@ class HostCopy:
             self._event.synchronize()
         array: np.ndarray = self._tensor.numpy()
         return array
+
+    def kept(self) -> torch.Tensor:
+        """For who keeps it long: in memory that is not pinned. Waits as `numpy` does."""
+        if self._event is None:
+            return self._tensor
+        self._event.synchronize()
+        return self._tensor.clone()

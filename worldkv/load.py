@@ -29,6 +29,7 @@ from worldkv.models.dreamzero.checkpoint import Checkpoint, load, tokenizer_of
 from worldkv.models.hub import checkpoint_folder
 from worldkv.models.registry import checkpoint_module, family_of
 from worldkv.models.wan.fused import Precision
+from worldkv.ranks.ranks import Ranks
 from worldkv.robots.of_checkpoint import checkpoint_embodiment
 from worldkv.robots.policy import Policy
 from worldkv.robots.preparation import Preparation
@@ -49,14 +50,15 @@ def load_engine(
     dtype: torch.dtype = torch.float32,
     observer: Observer | None = None,
     shared: SharedDevice | None = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Engine[Any, Any, Any]:
     """A running engine for a checkpoint of any known family, without a robot around it.
 
     `checkpoint`: a folder, or a repository's id on the hub, see `models.hub`.
 
-    `shared`: of all engines that use `device`. `options`: the family's own, see its `checkpoint.load`. Raises
-    CheckpointError with everything that is wrong.
+    `shared`: of all engines that use `device`. `ranks`: they run the DiT together, on their own devices. `options`: the
+    family's own, see its `checkpoint.load`. Raises CheckpointError with everything that is wrong.
     """
     config = config or EngineConfig()
     check_name(config.attention)
@@ -64,9 +66,11 @@ def load_engine(
         checkpoint = checkpoint_folder(checkpoint)
     family = _FAMILIES[type(checkpoint)] if isinstance(checkpoint, Opened) else _family(checkpoint)
     folder = checkpoint.folder if isinstance(checkpoint, Opened) else Path(checkpoint)
+    if ranks is not None:
+        device, options = ranks.own_device, {**options, "across": ranks}
     with _told_if_weights_do_not_fit(folder, device):
         model = checkpoint_module(family).load(checkpoint, device=device, dtype=dtype, **options)
-    return start_engine(model, config, device, dtype, observer=observer, shared=shared)
+    return start_engine(model, config, device, dtype, observer=observer, shared=shared, ranks=ranks)
 
 
 def load_app(checkpoint: Opened | Path | str, config: EngineConfig | None = None, **options: Any) -> AnyApp:
@@ -108,12 +112,16 @@ def start_engine(
     observer: Observer | None = None,
     shared: SharedDevice | None = None,
     make_executor: Callable[[KVCache], Executor] | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine[InputsT, StateT, ResultT]:
-    """A running engine over a model and a cache of the configured size."""
+    """A running engine over a model and a cache of the configured size, on each of the `ranks` that run it."""
     forget_ended_engines(device)
     room = room_of(model, config, dtype)
-    num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device))
+    memory = None if ranks is None else ranks.memory()
+    num_blocks = config.num_blocks or _num_blocks(room, config, torch.device(device), memory)
     with told_if_full("making the cache", _cache_needs(room, num_blocks, torch.device(device))):
+        if ranks is not None:
+            return ranks.engine(model, num_blocks, config, observer=observer, shared=shared)
         storage = KVStorage(model.spec, num_blocks, config.block_size, device, dtype)
     cache = KVCache(model.spec, storage, choose_backend(config.attention, storage))
     executor = None if make_executor is None else make_executor(cache)
@@ -125,11 +133,11 @@ def room_of(model: WorldModel[InputsT, StateT, ResultT], config: EngineConfig, d
     return Room.of(model.spec, config.block_size, dtype.itemsize, state_bytes)
 
 
-def _num_blocks(room: Room, config: EngineConfig, device: torch.device) -> int:
-    """See `Room.num_blocks`."""
+def _num_blocks(room: Room, config: EngineConfig, device: torch.device, memory: tuple[int, int] | None = None) -> int:
+    """See `Room.num_blocks`. `memory`: (free, total) bytes; None: the device's."""
     if device.type not in ("cuda", "cpu"):  # meta: nothing is allocated
         return room.blocks_for(config.max_sessions or MAX_ON_CPU)
-    return room.num_blocks(config.max_sessions, *memory_of(device), on_gpu=device.type == "cuda")
+    return room.num_blocks(config.max_sessions, *(memory or memory_of(device)), on_gpu=device.type == "cuda")
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
@@ -171,12 +179,13 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     observer: Observer | None = None,
     shared: SharedDevice | None = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Policy:
     """An engine and the policy of one embodiment over it; `Policy.engine` is the caller's to shut down.
 
     `base`: Wan folders for what the checkpoint lacks. `embodiment`: see
-    `checkpoint_embodiment`. `options`: see `models.dreamzero.checkpoint.load`.
+    `checkpoint_embodiment`. `ranks`: they run the DiT together. `options`: see `models.dreamzero.checkpoint.load`.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint_folder(checkpoint), base)
@@ -184,10 +193,13 @@ def load_policy(
     check_name(config.attention)
     robot = checkpoint_embodiment(checkpoint, embodiment)
     tokenizer = tokenizer_of(checkpoint)
+    device = device if ranks is None else ranks.own_device
     with _told_if_weights_do_not_fit(checkpoint.folder, device):
-        model = load(checkpoint, device=device, dtype=dtype, tokenizer=tokenizer, **options)
+        model = load(checkpoint, device=device, dtype=dtype, tokenizer=tokenizer, across=ranks, **options)
     preparation = Preparation(robot, tokenizer)
-    engine = start_engine(RobotPolicy(model, preparation), config, device, dtype, observer=observer, shared=shared)
+    engine = start_engine(
+        RobotPolicy(model, preparation), config, device, dtype, observer=observer, shared=shared, ranks=ranks
+    )
     return Policy(engine, preparation, random_weights=checkpoint.random_weights)
 
 
@@ -201,20 +213,24 @@ def load_videos(
     precision: Precision = "model",
     observer: Observer | None = None,
     shared: SharedDevice | None = None,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> VideoApp:
     """An engine and the app that streams its videos; `VideoApp.engine` is the caller's to shut down.
 
-    `choices`: what a folder leaves open.
+    `choices`: what a folder leaves open. `ranks`: they run the DiT together.
     """
     if not isinstance(checkpoint, causal_wan.Checkpoint):
         checkpoint = causal_wan.Checkpoint.open(checkpoint_folder(checkpoint), choices)
     config = config or EngineConfig()
     check_name(config.attention)
+    device = device if ranks is None else ranks.own_device
     with _told_if_weights_do_not_fit(checkpoint.folder, device):
-        model = causal_wan.load(checkpoint, device=device, dtype=dtype, precision=precision, progress=progress)
+        model = causal_wan.load(
+            checkpoint, device=device, dtype=dtype, precision=precision, progress=progress, across=ranks
+        )
     maker = VideoMaker(model, causal_wan.tokenizer_of(checkpoint))
-    engine = start_engine(maker, config, device, dtype, observer=observer, shared=shared)
+    engine = start_engine(maker, config, device, dtype, observer=observer, shared=shared, ranks=ranks)
     return VideoApp(engine, random_weights=checkpoint.random_weights)
 
 

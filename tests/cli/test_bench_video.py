@@ -47,9 +47,18 @@ def test_viewers_ask_at_their_own_pace_and_who_waits_longer_than_a_block_plays_i
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["paced"]["rows"][0]["share_late"] > 0.9
 
 
+def test_the_tiny_decoder_is_measured_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*TINY, "--tiny-decoder", "random", "--parts", "ticks", "--output", str(tmp_path)]
+    assert main(["bench", *options]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "tiny (TAEHV)" in results["decoder"]
+    assert results["ticks"]["decode_ms"] > 0
+
+
 def test_what_is_not_measured_of_video_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
         (["--model", "tiny-video", "--parts", "parking"], "--parts: of causal video ticks, sessions, baseline, paced"),
+        (["--model", "tiny-video", "--tiny-decoder", "x.pth"], "--tiny-decoder: expected random"),
         (["--model", "tiny-video", "--find"], "--find: is for viewers at their own pace; give --parts paced"),
         (["--model", "tiny-video", "--observe", "0.1", "--parts", "paced"], "--observe: is for robots"),
         (["--model", "tiny-video", "--preset", "longlive"], "--preset"),

@@ -16,6 +16,7 @@ from causal import random_folder  # noqa: E402
 from engines import random_checkpoint  # noqa: E402
 
 from worldkv.cli.main import main  # noqa: E402
+from worldkv.models.wan.tiny_decoder import tiny_layers  # noqa: E402
 from worldkv.show.video import read_video  # noqa: E402
 
 SIZE = ("--height", "32", "--width", "48", "--block-size", "16")
@@ -44,6 +45,26 @@ def test_the_same_words_and_seed_make_the_same_video_and_another_seed_another(tm
         videos.append(read_video(tmp_path / f"{name}.mp4"))
     assert np.array_equal(videos[0], videos[1])
     assert not np.array_equal(videos[0], videos[2])
+
+
+def test_a_tiny_decoder_makes_other_pixels_of_the_same_world_and_is_named(tmp_path: Path, capsys: Any) -> None:
+    weights = tmp_path / "taew2_1.pth"
+    torch.manual_seed(0)
+    torch.save(
+        {f"decoder.{name}": torch.randn(each.shape) for name, each in tiny_layers().state_dict().items()}, weights
+    )
+    videos = []
+    for name, options in (("own", ()), ("tiny", ("--tiny-decoder", str(weights)))):
+        assert generate(tmp_path / f"{name}.mp4", "--prompt", "a lake", "--seconds", "1", *options) == 0
+        videos.append(read_video(tmp_path / f"{name}.mp4"))
+    said = capsys.readouterr().out
+    assert "decoder    the model's own" in said
+    assert "decoder    tiny (TAEHV), other pixels than the model's own" in said
+    assert videos[0].shape == videos[1].shape
+    assert not np.array_equal(*videos)
+    weights.write_bytes(b"")
+    assert generate(tmp_path / "none.mp4", "--prompt", "a lake", "--tiny-decoder", str(weights)) == 2
+    assert "taew2_1.pth" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_the_state_s_size_is_that_of_a_stream(tmp_path: Path, num_frames: int) -
     vae = load(folder, height=32, width=48).encoders.vae
     stream = vae.new_decode_state()
     vae.decode_stream(stream, torch.randn(1, 16, num_frames, 4, 6))
-    held = sum(tail.numel() for tail in stream._tails if isinstance(tail, torch.Tensor))
+    held = sum(tail.numel() for tail in stream.tails if isinstance(tail, torch.Tensor))
     bound = decoder_state_size(vae.sizes, 4, 6)
     assert held <= bound
     assert held == bound or num_frames == 2, "after two frames not every tail is full"

@@ -21,6 +21,7 @@ from toy_model import ToyModel, make_toy_engine  # noqa: E402
 from worldkv.engine.engine import Engine, EngineConfig  # noqa: E402
 from worldkv.errors import BadRequest  # noqa: E402
 from worldkv.load import load_policy  # noqa: E402
+from worldkv.models.fingerprint import fingerprint  # noqa: E402
 from worldkv.models.session_file import Part, read, write  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -89,7 +90,7 @@ def test_what_is_no_export_is_refused(engine: Engine, data: bytes) -> None:
 
 
 MADE_UP: dict[str, tuple[Callable[[Any, dict[str, Any]], None], str]] = {
-    "kind": (lambda about, _: about.update(kind="compact"), "export.kind"),
+    "kind": (lambda about, _: about.update(kind="other"), "export.kind"),
     "family": (lambda about, _: about["model"].update(family="other"), "model.family: expected 'dreamzero'"),
     "window": (lambda about, _: about["model"].update(window=77), "model.window"),
     "dtype": (lambda about, _: about["model"].update(pages="torch.bfloat16"), "model.pages"),
@@ -122,8 +123,8 @@ def test_what_is_made_up_is_refused_by_name(engine: Engine, export: bytes, what:
 
 
 def test_another_version_is_told(engine: Engine, export: bytes) -> None:
-    text = export.replace(b'"version": "1"', b'"version": "2"', 1)
-    assert "version: this worldkv reads 1, got 2" in refusal(engine, text)
+    text = export.replace(b'"version": "2"', b'"version": "1"', 1)
+    assert "version: this worldkv reads 2, got 1" in refusal(engine, text)
 
 
 def _everywhere(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -183,6 +184,27 @@ def test_a_model_that_saves_nothing_says_so() -> None:
     with pytest.raises(BadRequest, match="cannot leave"):
         toy.import_session(json.dumps({}).encode())
     toy.shutdown()
+
+
+def test_a_session_of_other_weights_of_the_same_sizes_is_refused() -> None:
+    """One number of one tensor differs, and everything by its seed."""
+    engine = make_engine("ti2v", block_size=16)
+    session = engine.open_session()
+    engine.submit(session, make_inputs(engine, 0, 1)).result()
+    exports = [engine.export(session, compact=compact).to_bytes() for compact in (False, True)]
+    model = engine.model
+    before = fingerprint(model.dit)
+    assert before == model.dit.fingerprint
+    weight = next(iter(model.dit.parameters()))
+    with torch.no_grad():
+        weight.view(-1)[1] += 1
+        assert fingerprint(model.dit) != before
+        weight.view(-1)[1] -= 1
+    engine.close(session, "done").result()
+    model._weights = "0" * 32
+    for data in exports:
+        assert f"import: model.weights: expected '{'0' * 32}', as here" in refusal(engine, data)
+    engine.shutdown()
 
 
 def test_another_model_s_session_is_refused(export: bytes) -> None:

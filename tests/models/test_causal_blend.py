@@ -111,13 +111,13 @@ def test_forks_snapshots_and_parked_sessions_go_on_with_it(block_size: int) -> N
     run(engine, session, blend(1))
     snapshot, fork = engine.snapshot(session), engine.fork(session)
     following = [make_request(1), blend(2, 3), make_request(2), make_request(2), make_request(2)]
-    engine.model._embeddings.clear()  # what a session needs it knows itself
+    engine.model.texts._embeddings.clear()  # what a session needs it knows itself
     expected = [run(engine, session, request) for request in following]
     engine.park(fork)
-    engine.model._embeddings.clear()
+    engine.model.texts._embeddings.clear()
     assert all(same(run(engine, fork, r), block) for r, block in zip(following, expected, strict=True))
     engine.restore(session, snapshot)
-    engine.model._embeddings.clear()
+    engine.model.texts._embeddings.clear()
     assert all(same(run(engine, session, r), block) for r, block in zip(following, expected, strict=True))
     assert len(engine.core.cache.conditioning._entries) <= 4, "mixtures of the past are kept"
     engine.shutdown()

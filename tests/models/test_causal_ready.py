@@ -35,7 +35,7 @@ FRAME = 6  # tokens
 def test_every_forward_has_a_shape_that_was_made(kind: str) -> None:
     settings = KINDS[kind]
     engine = make_engine(settings, decodes=False, max_sessions=5, max_rows=5)
-    model, plans = engine.model, engine.model.plans
+    network, plans = engine.model.network, engine.model.network.plans
     came: set[tuple[int, int]] = set()  # rows, tokens of each
 
     def watched(cache: Any, history: Any, *more: Any) -> Any:
@@ -44,16 +44,16 @@ def test_every_forward_has_a_shape_that_was_made(kind: str) -> None:
         came.add((len(history), *tokens))
         return plans(cache, history, *more)
 
-    model.plans = watched
+    network.plans = watched
     per_block = settings.frames_per_block
     expected = {(rows, FRAME * per_block) for rows in range(1, 6)}
-    expected |= {(1, FRAME * frames) for frames in recached_frames(model)}
+    expected |= {(1, FRAME * frames) for frames in recached_frames(network)}
     dice = np.random.default_rng(0)
     sessions = [engine.open_session() for _ in range(5)]
     requests = [make_request(seed=number) for number in range(5)]
     given = torch.randn(1, 16, 2 * per_block, 4, 6)
     requests[0] = replace(requests[0], given=given)
-    for number in range(2 * model.config.blocks.held_frames // per_block):
+    for number in range(2 * network.config.blocks.held_frames // per_block):
         futures = [engine.submit(*pair) for pair in zip(sessions, requests, strict=True)]
         for future in futures:
             future.result()
@@ -61,14 +61,14 @@ def test_every_forward_has_a_shape_that_was_made(kind: str) -> None:
         requests = [make_request(prompt, switch=switch) for prompt, switch in [*prompts, (number % 2, "recache")]]
     engine.shutdown()
     assert came <= expected
-    assert came >= {(1, FRAME * frames) for frames in recached_frames(model)}
+    assert came >= {(1, FRAME * frames) for frames in recached_frames(network)}
 
 
 @pytest.mark.parametrize("kind", ["chunks", "chunks, relative"])
 @pytest.mark.parametrize("frames", [3, 9])
 def test_what_is_run_to_make_it_touches_no_page(kind: str, frames: int) -> None:
     engine = make_engine(KINDS[kind], decodes=False)
-    model, cache = engine.model, engine.core.cache
+    network, cache = engine.model.network, engine.core.cache
     ran: list[int] = []
 
     class Blocks(FusedBlocks):
@@ -79,9 +79,9 @@ def test_what_is_run_to_make_it_touches_no_page(kind: str, frames: int) -> None:
             ran.append(num_levels)
             yield
 
-    model.dit.run_blocks = Blocks(model.dit)
+    network.dit.run_blocks = Blocks(network.dit)
     before = [tensor.clone() for tensor in (*cache.storage.k, *cache.storage.v)]
-    engine.inspect(lambda core: _capture_forward(model, model.dit.run_blocks, cache, frames, 2))
+    engine.inspect(lambda core: _capture_forward(network, network.dit.run_blocks, cache, frames, 2))
     assert ran == [2]
     assert all(torch.equal(*pair) for pair in zip(before, (*cache.storage.k, *cache.storage.v), strict=True))
     engine.shutdown()

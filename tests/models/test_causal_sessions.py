@@ -126,13 +126,13 @@ def test_a_block_that_fails_anywhere_has_changed_nothing_and_comes_out_the_same_
     whole = engine.fork(session)
     flaky.num_calls = 0
     expected = run(engine, whole, request)
-    num_calls, engine.model._embeddings = flaky.num_calls, {}  # the text is encoded again
+    num_calls, engine.model.texts._embeddings = flaky.num_calls, {}  # the text is encoded again
     assert num_calls == 6 + (num_blocks == 0 or switches) + (num_blocks > 0 and switches)
     engine.close(whole, "done").result()
     before, used = bits(engine, session) if num_blocks else [], engine.stats().blocks_used
     for fails_at in range(num_calls):
         flaky.num_calls, flaky.fails_at = 0, fails_at
-        engine.model._embeddings.clear()
+        engine.model.texts._embeddings.clear()
         with pytest.raises(RuntimeError, match="fails once"):
             run(engine, session, request)
         flaky.fails_at = -1

@@ -80,6 +80,7 @@ def test_pieces_are_the_whole_and_the_whole_is_what_is_described(
     assert video.shape == (1, 3, 13, 24, 32)
     assert video.std() > 0.05, "a picture"
     torch.testing.assert_close(video, frame_by_frame(tensors, latents), rtol=1e-4, atol=1e-5)
+    assert decoder.latents_at_once < 4
     assert state.num_bytes == 4 * decoder.state_size(3, 4)
     decoder.check_decode_state(state, (3, 4))
 

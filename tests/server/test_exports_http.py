@@ -59,6 +59,25 @@ def test_a_session_goes_on_in_another_server() -> None:
         delete(here, "arm")
 
 
+def test_a_compact_export_goes_on_exactly_and_a_kind_that_is_none_is_refused() -> None:
+    with serving() as here:
+        for number in range(3):
+            tick(here, "arm", number)
+        pages = export(here, "arm")
+        path = f"http://127.0.0.1:{here.port}/v1/sessions/arm/export?kind=compact"
+        with urllib.request.urlopen(path, timeout=30) as response:
+            compact: bytes = response.read()
+        assert len(compact) < len(pages)
+        status, state = call(here, "POST", "/v1/sessions/import?session_id=moved&exact=true", compact)
+        assert (status, state["inexact"], state["frames_seen"]) == (201, None, 5), state
+        assert np.array_equal(tick(here, "moved", 3), tick(here, "arm", 3))
+        assert call(here, "GET", "/v1/sessions/arm/export?kind=other")[0] == 400
+        status, told = call(here, "POST", "/v1/sessions/import?session_id=cut&exact=true", compact[:-1])
+        assert (status, "truncated" in told["message"]) == (400, True), told
+        for name in ("arm", "moved"):
+            delete(here, name)
+
+
 def answer_to(server: PolicyServer, head: str, num_bytes: int) -> bytes:
     """To a request whose body is never sent whole."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:

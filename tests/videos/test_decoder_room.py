@@ -95,7 +95,7 @@ def test_a_parked_session_s_decoder_is_on_the_host_and_counted_there(num_blocks:
 
 def clone(state: Any) -> Any:
     """As a copy from another device would be: no tensor is the same object."""
-    tails = [tail.clone() if isinstance(tail, torch.Tensor) else tail for tail in state.decoder._tails]
+    tails = [tail.clone() if isinstance(tail, torch.Tensor) else tail for tail in state.decoder.tails]
     stream = VAEStream(state.decoder.num_latent_frames, tails)
     return replace(state, recent=state.recent.clone(), decoder=stream)
 

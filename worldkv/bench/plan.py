@@ -19,9 +19,11 @@ from worldkv.models.causal_wan.config import kv_spec as video_spec
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.dreamzero.folder import DIT_PREFIX
 from worldkv.models.dreamzero.layout import TRUE_SIZES, needed_shapes
-from worldkv.models.dreamzero.spec import kv_spec
+from worldkv.models.dreamzero.spec import check_guidance, kv_spec
 from worldkv.models.dreamzero.survey import Survey, Surveyed, read_sizes
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE, WanConfig
+from worldkv.models.wan.layout import decoder_state_size
+from worldkv.models.wan.shard import ALONE, Mesh, check_parts, split_shapes
 
 if TYPE_CHECKING:
     from worldkv.kv.spec import KVSpec
@@ -85,7 +87,8 @@ class Sizes:
     dit: int  # bytes in bfloat16
     encoders: int
     products: int  # weights that take one byte each with float8 products
-    spec_of: Callable[[float | None, WindowPolicy], KVSpec]
+    split: int  # bytes of the DiT, in bfloat16, that tensor-parallel ranks divide among them
+    spec_of: Callable[[float | None, WindowPolicy, Mesh], KVSpec]
     model: str | None
     chunk_s: float
     state_bytes: int = 0  # of one copy of what a session keeps beside its K/V, in bfloat16
@@ -125,25 +128,35 @@ def sizes_of_video(survey: video.Survey) -> Sizes:
 def _sizes_of_robots(
     config: DreamZeroConfig, encoders: EncoderSizes, title: str, model: str | None, chunk_s: float
 ) -> Sizes:
-    def spec_of(cfg_scale: float | None, window_policy: WindowPolicy) -> KVSpec:
-        return kv_spec(config if cfg_scale is None else replace(config, cfg_scale=cfg_scale), window_policy)
+    def spec_of(cfg_scale: float | None, window_policy: WindowPolicy, mesh: Mesh) -> KVSpec:
+        chosen = config if cfg_scale is None else replace(config, cfg_scale=cfg_scale)
+        check_guidance(chosen, mesh)
+        check_parts(config.dit, mesh.tensor)
+        return kv_spec(chosen, window_policy, mesh)
 
-    dit, rest = _num_bytes(needed_shapes(config, encoders), DIT_PREFIX)
-    return Sizes(title, dit, rest, _num_products(config.dit), spec_of, model, chunk_s)
+    shapes = needed_shapes(config, encoders)
+    dit, rest = _num_bytes(shapes, DIT_PREFIX)
+    split = _num_split(shapes, DIT_PREFIX)
+    return Sizes(title, dit, rest, _num_products(config.dit), split, spec_of, model, chunk_s)
 
 
 def _sizes_of_video(config: CausalWanConfig, encoders: EncoderSizes, title: str) -> Sizes:
-    dit, rest = _num_bytes(video.needed_shapes(config, encoders), video.PREFIXES.dit)
-    spec, frames = video_spec(config), config.blocks.frames_per_block
+    def spec_of(cfg_scale: float | None, window_policy: WindowPolicy, mesh: Mesh) -> KVSpec:
+        video.check_mesh(config, mesh)
+        return video_spec(config, mesh=mesh)
+
+    shapes, frames = video.needed_shapes(config, encoders), config.blocks.frames_per_block
+    dit, rest = _num_bytes(shapes, video.PREFIXES.dit)
     return Sizes(
         title,
         dit,
         rest,
         _num_products(config.dit),
-        lambda cfg_scale, window_policy: spec,
+        _num_split(shapes, video.PREFIXES.dit),
+        spec_of,
         None,
         frames * VAE_TEMPORAL_STRIDE / _VIDEO_HZ,
-        state_bytes=state_bytes(config, encoders.vae, 2),
+        state_bytes=state_bytes(config, decoder_state_size(encoders.vae, *config.latent_size), 2),
         is_video=True,
     )
 
@@ -155,14 +168,20 @@ def _num_bytes(shapes: Mapping[str, tuple[int, ...]], dit_prefix: str) -> tuple[
     return dit, sum(sizes.values()) - dit
 
 
+def _num_split(shapes: Mapping[str, tuple[int, ...]], dit_prefix: str) -> int:
+    """Bytes, in bfloat16, of what shards have a part of."""
+    halves = split_shapes(shapes, 2, dit_prefix)
+    return sum(2 * math.prod(shape) for name, shape in shapes.items() if halves[name] != shape)
+
+
 def _num_products(dit: WanConfig) -> int:
     return dit.num_layers * (6 * dit.dim * dit.dim + 2 * dit.dim * dit.ffn_dim)
 
 
-def dit_bytes(sizes: Sizes, precision: str, itemsize: int = 2) -> int:
-    """Of the DiT's weights, where the rest takes `itemsize` bytes a number."""
-    dit = sizes.dit // 2 * itemsize
-    return dit - (itemsize - 1) * sizes.products if precision == "fp8" else dit
+def dit_bytes(sizes: Sizes, precision: str, itemsize: int = 2, num_shards: int = 1) -> int:
+    """Of a rank's DiT weights, where the rest takes `itemsize` bytes a number."""
+    dit = (sizes.dit - sizes.split + sizes.split // num_shards) // 2 * itemsize
+    return dit - (itemsize - 1) * sizes.products // num_shards if precision == "fp8" else dit
 
 
 def make_plan(
@@ -172,14 +191,19 @@ def make_plan(
     cfg_scale: float | None,
     window_policy: WindowPolicy,
     block_size: int,
+    mesh: Mesh = ALONE,
 ) -> Plan:
-    """In bfloat16. `parked` is what a session with a full window takes on the host. Raises ValueError."""
+    """Of a GPU, or of the first of `mesh`, which has the encoders beside its part. In bfloat16.
+
+    `parked` is what a session with a full window takes on the hosts
+    of all ranks. Raises ValueError.
+    """
     if not 0 < memory_gb < math.inf:
         raise ValueError(f"memory: expected more than 0 GB, got {memory_gb}")
-    spec = sizes.spec_of(cfg_scale, window_policy)
+    spec = sizes.spec_of(cfg_scale, window_policy, mesh)
     state = COPIES * sizes.state_bytes
     room = Room.of(spec, block_size, 2, state)
-    dit, memory = dit_bytes(sizes, precision), round(memory_gb * 1e9)
+    dit, memory = dit_bytes(sizes, precision, num_shards=mesh.tensor), round(memory_gb * 1e9)
     frame = len(spec.branches) * spec.chunk_size * spec.bytes_per_token(2)
     conditioning = len(spec.branches) * sum(spec.conditioning.values()) * spec.bytes_per_token(2)
     usable = usable_on_gpu(memory - DRIVER_BYTES - dit - sizes.encoders, memory)
@@ -189,7 +213,7 @@ def make_plan(
         shared=room.bytes_shared,
         charge=room.bytes_per_session - state,
         fork=len(spec.branches) * room.bytes_per_block,
-        parked=spec.window.max_chunks * frame + conditioning + sizes.state_bytes,
+        parked=(spec.window.max_chunks * frame + conditioning) * mesh.num_ranks + sizes.state_bytes,
         frame=frame,
         driver=DRIVER_BYTES,
         workspace=round(WORKSPACE * memory),
@@ -205,4 +229,4 @@ def weights_and_room(
 ) -> tuple[int, Room]:
     """Bytes of weights, and what a session takes, where numbers take `itemsize` bytes."""
     weights = dit_bytes(sizes, precision, itemsize) + sizes.encoders // 2 * itemsize
-    return weights, Room.of(sizes.spec_of(cfg_scale, "reset"), block_size, itemsize)
+    return weights, Room.of(sizes.spec_of(cfg_scale, "reset", ALONE), block_size, itemsize)

@@ -34,6 +34,7 @@ from worldkv.models.causal_wan.true_size import random_model
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
+from worldkv.models.wan.tiny_decoder import TinyDecoder
 from worldkv.models.wan.tokenizer import Tokens
 from worldkv.videos.program import VideoBlock, VideoMaker, VideoState
 from worldkv.videos.request import VideoRequest
@@ -81,6 +82,7 @@ def random_video_model(
     dtype: torch.dtype,
     *,
     precision: Precision = "model",
+    tiny_decoder: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CausalWan:
     """A window that nothing leaves would end a session: it is taken as one of as many frames that slides."""
@@ -88,11 +90,16 @@ def random_video_model(
     if name == TINY_VIDEO:
         with tempfile.TemporaryDirectory() as folder:
             made, height, width = write_random_causal_wan(Path(folder) / "random"), choices.height, choices.width
-            return load(made, device=device, dtype=dtype, precision=precision, height=height or 32, width=width or 48)
+            model = load(made, device=device, dtype=dtype, precision=precision, height=height or 32, width=width or 48)
+            if tiny_decoder:
+                model.encoders = replace(model.encoders, tiny=TinyDecoder.random(device, dtype))
+            return model
     wanted = chosen(VIDEO_MODELS[name](), choices)
     if wanted.blocks.window_frames == -1:
         wanted = replace(wanted, blocks=replace(wanted.blocks, window_frames=wanted.blocks.held_frames))
-    model = random_model(wanted, VIDEO_ENCODERS, device=device, dtype=dtype, progress=progress)
+    model = random_model(
+        wanted, VIDEO_ENCODERS, device=device, dtype=dtype, tiny_decoder=tiny_decoder, progress=progress
+    )
     accelerate(model.dit, precision)
     model.encoders.vae.accelerate()
     return model

@@ -32,6 +32,7 @@ from worldkv.videos.program import FRAMES_PER_SECOND
 
 _PARTS = ("ticks", "sessions", "baseline", "paced")
 _OF_ONE_ENGINE = ("ticks", "sessions", "baseline")  # paced takes a fresh one for each number of viewers
+_RANDOM = "random"
 _SESSIONS, _VIEWERS = [1, 2, 4], [1, 2, 3]  # where nobody says: one session fills a GPU
 
 
@@ -44,7 +45,11 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> Figu
     device = choose_device(arguments.device)
     check_precision(arguments.precision, device)
     dtype = choose_dtype("auto", device)
-    choices = Choices(**{name: getattr(arguments, name) for name in OF_VIDEO if name not in ("preset", "lora")})
+    tiny = arguments.tiny_decoder is not None
+    if tiny and str(arguments.tiny_decoder) != _RANDOM:
+        raise UsageError(f"--tiny-decoder: expected {_RANDOM}, as all weights here are, got {arguments.tiny_decoder}")
+    other = ("preset", "lora", "tiny_decoder")
+    choices = Choices(**{name: getattr(arguments, name) for name in OF_VIDEO if name not in other})
     results: Figures = {
         "benchmark": "bench",
         "model": arguments.model,
@@ -59,9 +64,11 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> Figu
     with torch.no_grad():
         results["matrix_tflops"] = round(matrix_ceiling(device, dtype), 4)
         began = time.perf_counter()
-        model = random_video_model(arguments.model, choices, device, dtype, precision=arguments.precision)
+        how = {"precision": arguments.precision, "tiny_decoder": tiny}
+        model = random_video_model(arguments.model, choices, device, dtype, **how)
         print(f"{arguments.model} with random weights, made in {time.perf_counter() - began:.0f} s", flush=True)
         video = model.config
+        results["decoder"] = model.encoders.decoder.label
         results |= {"pixels": [video.height, video.width], "window_frames": video.blocks.held_frames}
 
         def engine(max_sessions: int) -> VideoBench:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from worldkv.app import AnyApp
     from worldkv.engine.sharing import SharedDevice
     from worldkv.models.dreamzero.checkpoint import Checkpoint
+    from worldkv.ranks.ranks import Ranks
     from worldkv.robots.policy import Policy
 
 
@@ -252,6 +253,7 @@ def load_app_for(
     max_sessions: int | None,
     only_family: str | None = None,
     shared: SharedDevice | None = None,
+    ranks: Ranks | None = None,
 ) -> AnyApp:
     """The app that the options of `add_engine_options` describe, with a progress bar. The caller closes it and
     shuts its engine down. Raises CheckpointError with everything that is wrong with the folder."""
@@ -266,7 +268,7 @@ def load_app_for(
     )
     check_engine_options(arguments)
     with spinner("starting up"):  # torch and the model libraries take seconds to import
-        device = choose_device(arguments.device)
+        device = choose_device(arguments.device) if ranks is None else ranks.own_device
         check_precision(arguments.precision, device)
         dtype = choose_dtype(arguments.dtype, device)
 
@@ -283,7 +285,8 @@ def load_app_for(
 
             checkpoint = Checkpoint.open(arguments.checkpoint, arguments.base)
             check_attention(arguments.attention, checkpoint, arguments.block_size, device, dtype)
-            check_memory(checkpoint, arguments, device, dtype, max_sessions)
+            if ranks is None:  # else each rank has a part, and the cache says what fits
+                check_memory(checkpoint, arguments, device, dtype, max_sessions)
             given = {name: getattr(arguments, name) for name in OF_ROBOTS}
             own = {name: value for name, value in given.items() if value is not None}
         else:
@@ -297,6 +300,7 @@ def load_app_for(
             precision=arguments.precision,
             progress=step,
             shared=shared,
+            ranks=ranks,
             **own,
         )
 

@@ -118,6 +118,8 @@ def _video(arguments: argparse.Namespace) -> Converted:
 
     if arguments.height is not None or arguments.width is not None:
         raise UsageError("--height: the size in pixels is chosen when a folder is loaded, it is not written")
+    if arguments.tiny_decoder is not None:
+        raise UsageError("--tiny-decoder: the decoder is chosen when a folder is loaded, it is not written")
     checkpoint, source = Checkpoint.open(arguments.checkpoint, video_choices(arguments)), arguments.checkpoint.resolve()
     check_all_tensors(checkpoint)
     blocks = checkpoint.config.blocks

@@ -14,9 +14,11 @@ from worldkv.cli.errors import OK, UsageError
 from worldkv.cli.numbers import gigabytes, real
 from worldkv.cli.places import PICTURES, add_output
 from worldkv.cli.preflight import check_robot_and_base, require_packages
+from worldkv.cli.ranks import add_mesh, mesh_of
 from worldkv.cli.video import add_video_options, command_family, expect_options_of, video_choices
 from worldkv.engine.room import WORKSPACE
 from worldkv.models.causal_wan.folder import Survey
+from worldkv.models.wan.shard import ALONE
 from worldkv.show.terminal import size_text
 from worldkv.words import count
 
@@ -37,6 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window-policy", choices=("reset", "slide"), default="reset", help="(reset)")
     add_block_size(parser)
     add_output(parser, "file", "a picture of the memory", endings=PICTURES)
+    add_mesh(parser)
     add_robot_and_base(parser)
     add_video_options(parser)
 
@@ -67,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         "a frame of history": plan.frame,
         "a parked session, on the host": plan.parked,
     }
-    print(f"{sizes.title}, {arguments.precision} products, bfloat16, a GPU of {arguments.memory:g} GB\n")
+    print(f"{sizes.title}, {arguments.precision} products, bfloat16, {_where(arguments)}\n")
     for name, num_bytes in rows.items():
         print(f"  {name:<33} {size_text(num_bytes):>12}")
     print(f"\n  {'blocks of the cache':<33} {plan.num_blocks:>12}")
@@ -79,6 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
         plot_plan(arguments.output, sizes.title, plan)
         print(f"\npicture in {arguments.output}")
     return OK
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    gpu, mesh = f"a GPU of {arguments.memory:g} GB", mesh_of(arguments)
+    if mesh == ALONE:
+        return gpu
+    return (
+        f"each of {count(mesh.num_ranks, 'rank')} on {gpu}\n({mesh}; rank 0, told here, has the encoders, the others "
+        "all but those; parked: of all ranks)"
+    )
 
 
 def _sizes(arguments: argparse.Namespace) -> Sizes:
@@ -117,6 +130,7 @@ def _plan(arguments: argparse.Namespace, sizes: Sizes) -> Plan:
         arguments.cfg_scale,
         arguments.window_policy,
         arguments.block_size,
+        mesh_of(arguments),
     )
 
 
@@ -126,6 +140,9 @@ def _print_rate(arguments: argparse.Namespace, sizes: Sizes, plan: Plan) -> None
         print(f"  {'a block' if sizes.is_video else 'a tick':<33} not measured for these sizes: {advice}")
         if sizes.is_video:
             print(f"  {'a block lasts':<33} {sizes.chunk_s:>10.2f} s")
+        return
+    if mesh_of(arguments) != ALONE:
+        print(f"  {'a tick':<33} not measured on several ranks")
         return
     rate, chunk_s = RATES[sizes.model, arguments.precision], sizes.chunk_s
     speedup = 2.0 if arguments.cfg_scale == 1 else 1.0

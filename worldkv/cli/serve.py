@@ -18,9 +18,11 @@ from worldkv.cli.common import (
 from worldkv.cli.errors import OK
 from worldkv.cli.numbers import gigabytes, real, seconds, session_count, whole
 from worldkv.cli.places import add_place
+from worldkv.cli.ranks import RANKS_LOST, MakeRanks, add_ranks, end_with, mesh_of, serve_on_ranks
 from worldkv.cli.serve_also import check_also, loaded, serve_also
 from worldkv.cli.video import alone
 from worldkv.engine.sharing import SharedDevice
+from worldkv.models.wan.shard import ALONE
 from worldkv.server.config import ServerConfig
 from worldkv.server.logs import LISTENING, set_up_logging
 
@@ -84,6 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-import-gb", type=gigabytes, default=ServerConfig.max_import_bytes / 1e9, metavar="GB", help=text
     )
     _add_network(parser)
+    add_ranks(parser)
     add_engine_options(parser, videos=True)
 
 
@@ -133,6 +136,11 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return _serve(arguments) if mesh_of(arguments) == ALONE else serve_on_ranks(arguments, _serve)
+
+
+def _serve(arguments: argparse.Namespace, make_ranks: MakeRanks | None = None) -> int:
+    """`make_ranks`: the ranks that run the model, this process among them; None: it runs here alone."""
     from worldkv.cli.preflight import check_before_loading, require_packages
     from worldkv.server import memory
 
@@ -149,8 +157,9 @@ def run(arguments: argparse.Namespace) -> int:
             from worldkv.server.health import HealthServer
 
             health = ends.enter_context(HealthServer(config.host, config.health_port))
+        ranks = None if make_ranks is None else ends.enter_context(make_ranks())
         if arguments.also is None:
-            app = loaded(arguments, ends, None)
+            app = loaded(arguments, ends, None, ranks)
         else:
             shared, port = SharedDevice(), listening[0].getsockname()[1]
             config = replace(config, beside=(serve_also(arguments, config, port, ends, shared),))
@@ -172,10 +181,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.record is not None:
             print(f"  recording  every session, to {arguments.record}")
         print(_where(app.speaks, config, server.port, server.health_port), flush=True)
+        if ranks is not None:
+            end_with(ranks)
         with memory.given_back():
             server.run()
         print("stopped; every session was closed", flush=True)
-    return OK
+    return RANKS_LOST if ranks is not None and ranks.leader.lost.is_set() else OK
 
 
 def _config(arguments: argparse.Namespace) -> ServerConfig:

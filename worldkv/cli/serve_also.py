@@ -16,6 +16,7 @@ from worldkv.server.config import Beside, ServerConfig
 
 if TYPE_CHECKING:
     from worldkv.app import AnyApp
+    from worldkv.ranks.ranks import Ranks
 
 
 def check_also(arguments: argparse.Namespace) -> None:
@@ -47,9 +48,11 @@ def serve_also(
     return Beside(kind_of(arguments.also), own_port)
 
 
-def loaded(arguments: argparse.Namespace, ends: ExitStack, shared: SharedDevice | None) -> AnyApp:
+def loaded(
+    arguments: argparse.Namespace, ends: ExitStack, shared: SharedDevice | None, ranks: Ranks | None = None
+) -> AnyApp:
     """The checkpoint's app, closed by `ends`."""
-    app = load_app_for(arguments, max_sessions=arguments.max_sessions, shared=shared)
+    app = load_app_for(arguments, max_sessions=arguments.max_sessions, shared=shared, ranks=ranks)
     ends.callback(app.engine.shutdown)
     ends.callback(app.close)
     return app

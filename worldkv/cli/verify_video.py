@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from worldkv.cli.common import choose_device
+from worldkv.cli.errors import UsageError
 from worldkv.cli.video import video_choices
 from worldkv.engine.config import EngineConfig
 from worldkv.engine.engine import Engine
@@ -33,6 +34,8 @@ class Verification:
 
     @classmethod
     def open(cls, arguments: argparse.Namespace, recording: Path) -> Verification:
+        if arguments.tiny_decoder is not None:
+            raise UsageError("--tiny-decoder: gives other pixels than a recording; leave it out")
         golden, choices = GoldenRecording.open(recording), video_choices(arguments)
         height, width = golden.pixel_size
         choices = replace(choices, height=choices.height or height, width=choices.width or width)

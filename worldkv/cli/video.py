@@ -13,7 +13,7 @@ from worldkv.cli.numbers import whole
 if TYPE_CHECKING:
     from worldkv.models.causal_wan.folder import Choices
 
-OF_VIDEO = ("preset", "height", "width", "window_frames", "sink_frames", "lora")
+OF_VIDEO = ("preset", "height", "width", "window_frames", "sink_frames", "lora", "tiny_decoder")
 OF_ROBOTS = ("embodiment", "steps", "cfg_scale")
 _FAMILIES = {"dreamzero": ("robots", OF_VIDEO), "causal_wan": ("video", OF_ROBOTS)}  # the options that it has not
 
@@ -29,6 +29,8 @@ def add_video_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--window-frames", type=whole(1), metavar="N", help=window)
     group.add_argument("--sink-frames", type=whole(0), metavar="N", help="of them, kept for ever (the run's own)")
     group.add_argument("--lora", type=Path, metavar="FILE", help="to be merged (the one in the folder, if it has one)")
+    tiny = "a tiny decoder's weights (taew2_1.pth): many times faster than the model's own, and other pixels"
+    group.add_argument("--tiny-decoder", type=Path, metavar="FILE", help=tiny)
 
 
 def video_choices(arguments: argparse.Namespace) -> Choices:

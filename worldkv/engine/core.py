@@ -117,6 +117,7 @@ class EngineCore:
 
     def step(self) -> None:
         """One turn: messages, who may begin, one batch."""
+        self.executor.check()  # before letters are taken: those that are, are answered by nobody else
         has_work = self._has_work()
         if not has_work:
             self._device.leave(self)

@@ -190,32 +190,36 @@ class Engine(Generic[InputsT, StateT, ResultT]):
     def begin_resume(self, session: SessionHandle) -> Future[None]:
         return cast("Future[None]", self.ask(m.Resume(session)))
 
-    def export(self, session: SessionHandle) -> SessionExport:
+    def export(self, session: SessionHandle, *, compact: bool = False) -> SessionExport:
         """The session in bytes, as its last tick left it, for `import_session` of this or another process: its K/V,
         conditioning and state. On the same device and settings the next tick is bit-identical. It goes on, or stays
-        parked. Raises AdmissionRefused where host memory for parked sessions is full, BadRequest where the model
-        cannot do that (see `SavesState`).
-        """
-        return self._wait(self.begin_export(session))
+        parked. `compact`: its state only, of which the K/V is computed anew; see `SessionExport.inexact`.
 
-    def begin_export(self, session: SessionHandle) -> Future[SessionExport]:
-        return cast("Future[SessionExport]", self.ask(m.Export(session)))
+        Raises AdmissionRefused where host memory for parked sessions is full, BadRequest where the model cannot do
+        that (see `SavesState`, `RebuildsHistory`).
+        """
+        return self._wait(self.begin_export(session, compact=compact))
+
+    def begin_export(self, session: SessionHandle, *, compact: bool = False) -> Future[SessionExport]:
+        return cast("Future[SessionExport]", self.ask(m.Export(session, compact)))
 
     def import_session(
-        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True
+        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True, exact: bool = False
     ) -> SessionHandle:
         """A new session that goes on from an export; no other one is touched. The size of blocks may be another one. A
         `bytearray` must not change before it is done. `trusts`: other sessions of the same prompt may read the
-        conditioning that comes with it; without, it is charged beside a session's own blocks.
+        conditioning that comes with it; without, it is charged beside a session's own blocks. The history of a compact
+        export is computed anew first. Where that cannot be exact to the bit, `describe(...).inexact` says why and the
+        log warns; with `exact` it is refused.
 
         Raises BadRequest that says what is damaged, or of another model, robot or format; AdmissionRefused.
         """
-        return self._wait(self.begin_import(data, session_id, trusts=trusts))
+        return self._wait(self.begin_import(data, session_id, trusts=trusts, exact=exact))
 
     def begin_import(
-        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True
+        self, data: bytes | bytearray, session_id: str | None = None, *, trusts: bool = True, exact: bool = False
     ) -> Future[SessionHandle]:
-        return cast("Future[SessionHandle]", self.ask(m.Import(data, session_id, trusts)))
+        return cast("Future[SessionHandle]", self.ask(m.Import(data, session_id, trusts, exact)))
 
     # the whole
 

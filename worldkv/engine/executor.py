@@ -34,6 +34,10 @@ class Executor(Protocol):
         """Run requests of one kind together: for each its result, or the Exception that is its own."""
         ...
 
+    def check(self) -> None:
+        """Raises where nothing can be computed any more: the engine ends with that reason. Called at every turn."""
+        ...
+
     def on_host(self, function: Callable[[], T]) -> Future[T]:
         """Call it on a host thread."""
         ...
@@ -66,6 +70,9 @@ class LocalExecutor:
             return [result for request in requests for result in self.run([request])]
         self._pacer.batch_queued()
         return results
+
+    def check(self) -> None:
+        """This process is here."""
 
     def on_host(self, function: Callable[[], T]) -> Future[T]:
         return self._threads.submit(function)

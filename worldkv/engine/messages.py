@@ -90,6 +90,7 @@ class Resume:
 @dataclass(frozen=True)
 class Export:
     session: SessionHandle
+    compact: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Import:
     data: bytes | bytearray = field(repr=False)
     session_id: str | None
     trusts: bool = True
+    exact: bool = False
 
 
 @dataclass(frozen=True)

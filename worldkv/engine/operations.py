@@ -200,7 +200,7 @@ class Operations:
 
         def forget() -> None:
             session.forget()
-            session.state = core.model.new_state(session.state)
+            session.state, session.inexact = core.model.new_state(session.state), None
             core.touch(session)
             core.answer(answer)
 
@@ -332,10 +332,10 @@ class Operations:
         self._on_device(session, answer, back)
 
     def _export(self, message: m.Export, answer: Future[object]) -> None:
-        self._exports.leave(self._find(message.session), answer)
+        self._exports.leave(self._find(message.session), answer, compact=message.compact)
 
     def _import(self, message: m.Import, answer: Future[object]) -> None:
-        self._exports.enter(self._new(message.session_id), message.data, answer, trusts=message.trusts)
+        self._exports.enter(self._new(message.session_id), message, answer)
 
     def _on_device(
         self,

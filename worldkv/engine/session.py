@@ -64,6 +64,7 @@ class SessionInfo:
     parked: bool
     bytes_parked: int
     busy: bool
+    inexact: str | None = None  # why its history is not, to the bit, what it was before it was brought here
 
 
 @dataclass(eq=False)
@@ -83,6 +84,7 @@ class Session:
     closed_for: str | None = None
     last_used: float = field(default_factory=time.monotonic)
     no_parking_before: float = 0.0  # seconds of time.monotonic; a copy failed a moment ago
+    inexact: str | None = None  # see SessionInfo
 
     @property
     def bytes_parked(self) -> int:
@@ -129,7 +131,8 @@ class Session:
         kv = self.kv if parked is None else parked
         num_chunks = max((branch.num_chunks for branch in kv.branches.values()), default=0)
         num_bytes = self.bytes_parked
-        return SessionInfo(num_chunks, self.kv.num_blocks, parked is not None, num_bytes, self.tick is not None)
+        busy, is_parked = self.tick is not None, parked is not None
+        return SessionInfo(num_chunks, self.kv.num_blocks, is_parked, num_bytes, busy, self.inexact)
 
 
 @dataclass(frozen=True)

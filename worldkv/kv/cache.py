@@ -11,6 +11,7 @@ from worldkv.kv.state import KVState
 
 if TYPE_CHECKING:
     from worldkv.kv.storage import KVStorage
+    from worldkv.kv.transfer import ParkedKV
 
 
 class KVCache:
@@ -27,6 +28,20 @@ class KVCache:
     def bytes_per_block(self) -> int:
         """K and V of all layers."""
         return self.storage.bytes_per_block
+
+    # for exports: where several ranks have a part of each session, theirs together
+
+    @property
+    def whole_spec(self) -> KVSpec:
+        return self.spec
+
+    def whole(self, parked: ParkedKV) -> ParkedKV:
+        """A parked history with all branches and heads. On a host thread."""
+        return parked
+
+    def parted(self, whole: ParkedKV) -> ParkedKV:
+        """The inverse: one that can be resumed. Raises BadRequest where it cannot be. On a host thread."""
+        return whole
 
     def create_state(self, branches: tuple[str, ...] | None = None) -> KVState:
         """An empty session state over `branches` (default: all of the spec's)."""

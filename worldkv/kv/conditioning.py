@@ -80,7 +80,7 @@ class ConditioningStore:
         if blocks is None:
             raise OutOfBlocks(f"conditioning of {num_tokens} tokens: {self._pool.num_free} blocks are free")
         try:
-            self._write(blocks, num_tokens, layers)
+            self.write(blocks, num_tokens, layers)
         except BaseException:
             self._pool.release(blocks)
             raise
@@ -99,7 +99,8 @@ class ConditioningStore:
         entry = self._entries[key] = ConditioningEntry(key, num_tokens, np.asarray(blocks, dtype=np.int32))
         return entry
 
-    def _write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:
+    def write(self, blocks: list[int], num_tokens: int, layers: Iterable[tuple[Any, Any]]) -> None:
+        """Fill the blocks of an entry that is not published yet."""
         expected, num_layers = self._storage.num_layers, 0
         for layer, (k, v) in enumerate(layers):
             if layer == expected:

@@ -9,7 +9,7 @@ engine and no policy of when to park.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,20 @@ def foreign_name(key: str) -> str:
 def native_name(name: str) -> str:
     """The key that an entry was made under."""
     return name.split(":", 2)[2] if name.startswith(_FOREIGN) else name
+
+
+_AND = "+"
+
+
+def joined_key(keys: Sequence[str]) -> str:
+    """Of conditioning that is stored in the same blocks of several ranks, a part on each: their keys, in order."""
+    return keys[0] if len(set(keys)) == 1 else _AND.join(keys)
+
+
+def key_of_part(key: str, index: int) -> str:
+    """Part `index` of a joined key; of a plain one, that itself."""
+    parts = key.split(_AND)
+    return parts[index] if len(parts) > index and len(parts) > 1 else key
 
 
 # to the host

@@ -96,13 +96,15 @@ Program = Generator[Request, Any, Outcome[ResultT, StateT]]
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The facts of a model that people are shown. `sizes`: in a few words. `facts`: the family's own; plain values."""
+    """The facts of a model that people are shown. `sizes`: in a few words. `facts`: the family's own; plain values.
+    `weights`: what tells them from others of the same sizes, see models/fingerprint; "": nothing does."""
 
     family: str
     sizes: str
     num_weight_bytes: int
     window_chunks: int
     facts: Mapping[str, Any]
+    weights: str = ""
 
 
 class WorldModel(Protocol[InputsT, StateT, ResultT]):
@@ -192,6 +194,29 @@ class SavesState(Protocol[StateT]):
 
 
 @runtime_checkable
+class RebuildsHistory(Protocol[StateT]):
+    """A model that can compute a session's K/V anew from what its state remembers (prompt, latents, an image), by clean
+    passes: its sessions can be exported without their pages."""
+
+    def compact(self, state: StateT) -> StateT:
+        """Without what `rebuild` makes again; to be saved by `save_state`."""
+        ...
+
+    def load_compact(self, saved: Saved) -> StateT:
+        """What `compact` returned, on the host. On any thread. Raises BadRequest as `load_state` does."""
+        ...
+
+    def why_inexact(self, state: StateT) -> str | None:
+        """Why what `rebuild` makes would not be what was there, bit for bit, in a few words; None: it would."""
+        ...
+
+    def rebuild(self, kv: KVState, state: StateT) -> Program[object, StateT]:
+        """Make the history of a state that `load_compact` returned, in an empty `kv`. The outcome's state is the
+        session's from then on."""
+        ...
+
+
+@runtime_checkable
 class WorksAhead(Protocol[InputsT_contra, StateT]):
     """A model whose ticks can begin before they are asked for, with what is known by then.
 
@@ -206,6 +231,16 @@ class WorksAhead(Protocol[InputsT_contra, StateT]):
 
     def goes_on(self, state: StateT, inputs: InputsT_contra) -> bool:
         """Whether a tick with these inputs would have begun in just this way; `state`: what `ahead` returned."""
+        ...
+
+
+@runtime_checkable
+class RunsOnRanks(Protocol):
+    """A model whose network several ranks may run together."""
+
+    @property
+    def whole_spec(self) -> KVSpec:
+        """What they keep of a session together; `spec`: each of them."""
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 from worldkv.errors import BadRequest
 from worldkv.models.checkpoints.dtypes import KNOWN, of_torch
 
-FORMAT, VERSION = "worldkv-session", 1
+FORMAT, VERSION = "worldkv-session", 2
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 20
 _MAX_DIMENSIONS = 8
@@ -51,6 +51,7 @@ class SessionExport:
     header: bytes
     pieces: Sequence[torch.Tensor]
     num_bytes: int
+    inexact: str | None = None  # why what is imported of it is not, to the bit, what was exported; None: it is
 
     def parts(self) -> Iterator[memoryview]:
         """The bytes, piece by piece, without a copy."""

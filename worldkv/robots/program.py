@@ -21,7 +21,9 @@ from worldkv.models.base import (
     OnHost,
     Outcome,
     Program,
+    RebuildsHistory,
     Row,
+    RunsOnRanks,
     SavesState,
     StateT,
     WorksAhead,
@@ -68,6 +70,11 @@ class RobotPolicy(Generic[StateT]):
     @property
     def spec(self) -> KVSpec:
         return self.model.spec
+
+    @property
+    def whole_spec(self) -> KVSpec:
+        """See RunsOnRanks."""
+        return self.model.whole_spec if isinstance(self.model, RunsOnRanks) else self.spec
 
     @property
     def card(self) -> ModelCard:
@@ -124,6 +131,27 @@ class RobotPolicy(Generic[StateT]):
     def load_state(self, saved: Saved) -> RobotState[StateT]:
         memory = load_memory(saved.part("robot"), self._preparation.embodiment)
         return RobotState(self._saver.load_state(saved.part("model")), memory)
+
+    def compact(self, state: RobotState[StateT]) -> RobotState[StateT]:
+        """See RebuildsHistory."""
+        return replace(state, model=self._rebuilder.compact(state.model))
+
+    def load_compact(self, saved: Saved) -> RobotState[StateT]:
+        memory = load_memory(saved.part("robot"), self._preparation.embodiment)
+        return RobotState(self._rebuilder.load_compact(saved.part("model")), memory)
+
+    def why_inexact(self, state: RobotState[StateT]) -> str | None:
+        return self._rebuilder.why_inexact(state.model)
+
+    def rebuild(self, kv: KVState, state: RobotState[StateT]) -> Program[object, RobotState[StateT]]:
+        outcome = yield from self._rebuilder.rebuild(kv, state.model)
+        return Outcome(outcome.result, replace(state, model=outcome.state))
+
+    @property
+    def _rebuilder(self) -> RebuildsHistory[StateT]:
+        if not isinstance(self.model, RebuildsHistory):
+            raise BadRequest(f"export: compact: sessions of {type(self.model).__name__} cannot be computed anew")
+        return self.model
 
     @property
     def _saver(self) -> SavesState[StateT]:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import uuid
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -61,7 +62,8 @@ class RestoreBody(Body):
 
 
 class SessionState(BaseModel):
-    """`frames_seen`: latent frames since its window began. `blocks`: of history, those shared with others included."""
+    """`frames_seen`: latent frames since its window began. `blocks`: of history, those shared with others included.
+    `inexact`: why its history is not, to the bit, what it was before it was brought here; null: it is."""
 
     session_id: str
     state: Literal["live", "parked"]
@@ -69,6 +71,7 @@ class SessionState(BaseModel):
     frames_seen: int
     blocks: int
     bytes_parked: int
+    inexact: str | None
     named: bool
     connections: int
     idle_s: float
@@ -205,10 +208,11 @@ _BYTES = {"requestBody": {"content": {"application/octet-stream": {"schema": {"t
 
 @router.post("/sessions/import", status_code=201, openapi_extra=_BYTES)
 async def import_session(
-    request: Request, owner: Owner, service: ReadyService, session_id: str | None = None
+    request: Request, owner: Owner, service: ReadyService, session_id: str | None = None, exact: bool = False
 ) -> SessionState:
     """A new session that goes on from an export, which is the body. Of another model, robot or version, or damaged, it
-    is refused whole."""
+    is refused whole. The history of a compact one is computed anew; where that cannot be exact, `inexact` says why,
+    and with `exact` it is refused."""
     limit = service.config.max_import_bytes
     told = request.headers.get("content-length", "")
     if limit == 0 or (told.isdecimal() and int(told) > limit):
@@ -220,10 +224,12 @@ async def import_session(
         data = bytearray()
         async for part in request.stream():
             data += part
-        source = Imported(data, trusts=not owner)  # without an owner, all sessions are one client's
+        source = Imported(data, trusts=not owner, exact=exact)  # without an owner, all sessions are one client's
         entry = await service.sessions.open(_new_id(OpenBody(session_id=session_id), owner), owner, source)
-    entry.history.happened("goes on from an export")
-    return _state(entry)
+    state = _state(entry)
+    inexact = "" if state.inexact is None else f", not exactly: {state.inexact}"
+    entry.history.happened(f"goes on from an export{inexact}")
+    return state
 
 
 @router.post("/sessions/{session_id:path}/reset")
@@ -300,9 +306,13 @@ async def fork_session(entry: OfSession, service: ReadyService, body: ForkBody |
 
 
 @router.get("/sessions/{session_id:path}/export", response_class=StreamingResponse)
-async def export_session(entry: OfSession, service: ReadyService) -> StreamingResponse:
-    """The session in bytes, for an import here or elsewhere. Waits for the tick in flight; the session goes on."""
-    export = await service.sessions.ask(entry, entry.session.begin_export)
+async def export_session(
+    entry: OfSession, service: ReadyService, kind: Literal["pages", "compact"] = "pages"
+) -> StreamingResponse:
+    """The session in bytes, for an import here or elsewhere. Waits for the tick in flight; the session goes on. A
+    compact one is small, and its history is computed anew."""
+    begin = partial(entry.session.begin_export, compact=kind == "compact")
+    export = await service.sessions.ask(entry, begin)
     entry.history.happened("was exported")
     headers = {
         "content-length": str(export.num_bytes),

@@ -47,10 +47,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Imported:
-    """An export to go on from. `trusts`: see `Engine.import_session`."""
+    """An export to go on from. `trusts`, `exact`: see `Engine.import_session`."""
 
     data: bytearray = field(repr=False)
     trusts: bool
+    exact: bool = False
 
 
 class SessionTable:
@@ -313,7 +314,7 @@ class SessionTable:
         if source is None:
             return await self._in_thread(self._app.open_session, session_id)
         if isinstance(source, Imported):
-            begun = self._app.begin_import(source.data, session_id, trusts=source.trusts)
+            begun = self._app.begin_import(source.data, session_id, trusts=source.trusts, exact=source.exact)
             return self._app.imported(await self._patiently(begun))
         handle = await self._patiently(self._app.begin_fork(source, session_id))
         return self._app.forked(handle, source)

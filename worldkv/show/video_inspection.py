@@ -9,6 +9,7 @@ from worldkv.models.causal_wan.config import CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.folder import PREFIXES, Choices, Survey, check_all_tensors, read_sizes
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.checkpoints.source import Stored
+from worldkv.models.wan.layout import decoder_state_size
 from worldkv.models.wan.tokenizer import find_tokenizer, load_tokenizer
 from worldkv.show.inspecting import Problems, part_line, show_cache, show_heading, show_rows
 from worldkv.show.terminal import size_text, spinner
@@ -28,7 +29,8 @@ def inspect_video_folder(folder: Path, choices: Choices, block_size: int) -> boo
         show_cache(kv_spec(survey.config), block_size)
         found = problems.of(lambda: read_sizes(survey))
         if found is not None:
-            state = size_text(state_bytes(survey.config, found.vae, 2))
+            decoder = decoder_state_size(found.vae, *survey.config.latent_size)
+            state = size_text(state_bytes(survey.config, decoder, 2))
             show_rows(
                 {"beside it": f"{state} in bfloat16, charged {COPIES} times: how far a session's video was decoded"}
             )

@@ -115,7 +115,7 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
         config = self.maker.model.config
         frames = count(self.frames_per_block, "frame")
         text = f"{config.width} x {config.height} at {FRAMES_PER_SECOND} frames a second, blocks of {frames}"
-        return {"video": text}
+        return {"video": text, "decoder": self.maker.model.encoders.decoder.label}
 
     def read(self, fields: Mapping[str, Any]) -> VideoRequest:
         return read_request(fields)
@@ -125,10 +125,11 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
 
     def reply(self, ticked: TickReply[VideoBlock]) -> VideoReply:
         block, info = ticked.result, ticked.info
-        facts = {
+        facts: dict[str, str | int | float | None] = {
             "block": block.number,
             "first_frame": block.first_frame,
             "frames_recached": block.model.num_recached,
+            "decoder": self.maker.model.encoders.decoder.label,
             "blocks_used": info.blocks_used,
             "blocks_free": info.blocks_free,
         }

@@ -71,6 +71,11 @@ class VideoMaker:
         return self.model.spec
 
     @property
+    def whole_spec(self) -> KVSpec:
+        """See RunsOnRanks."""
+        return self.model.whole_spec
+
+    @property
     def card(self) -> ModelCard:
         return self.model.card
 
@@ -125,8 +130,24 @@ class VideoMaker:
         return Saved({"prompt": state.prompt, "model": saved.values}, saved.tensors)
 
     def load_state(self, saved: Saved) -> VideoState:
+        return self._with_words(self.model.load_state(saved.part("model")), saved)
+
+    def compact(self, state: VideoState) -> VideoState:
+        """See RebuildsHistory."""
+        return replace(state, model=self.model.compact(state.model))
+
+    def load_compact(self, saved: Saved) -> VideoState:
+        return self._with_words(self.model.load_compact(saved.part("model")), saved)
+
+    def why_inexact(self, state: VideoState) -> str | None:
+        return self.model.why_inexact(state.model)
+
+    def rebuild(self, kv: KVState, state: VideoState) -> Program[None, VideoState]:
+        outcome = yield from self.model.rebuild(kv, state.model)
+        return Outcome(None, replace(state, model=outcome.state))
+
+    def _with_words(self, model: State, saved: Saved) -> VideoState:
         words = load(saved.only("prompt"), _Words, {}, "video")
-        model = self.model.load_state(saved.part("model"))
         if words.prompt is not None and len(words.prompt) > MAX_PROMPT_CHARACTERS:
             raise BadRequest(f"import: video.prompt: expected at most {MAX_PROMPT_CHARACTERS} characters")
         return VideoState(model, words.prompt)

@@ -18,6 +18,7 @@ from worldkv.kv.window import Window
 from worldkv.models.checkpoints.files import CONFIG_FILE, read_json
 from worldkv.models.checkpoints.words import shown
 from worldkv.models.wan.config import MAX_SIZE, WanConfig
+from worldkv.models.wan.shard import ALONE, Mesh
 
 SETTINGS_FILE = "causal.json"
 BRANCH = "video"
@@ -214,9 +215,9 @@ def preset_settings(name: object, where: str) -> CausalSettings:
     return PRESETS[name]
 
 
-def kv_spec(config: CausalWanConfig, recache: bool = True) -> KVSpec:
-    """What a session keeps. With `recache` admission charges for history that is computed anew under another prompt,
-    while the old one stands for a roll-back."""
+def kv_spec(config: CausalWanConfig, recache: bool = True, mesh: Mesh = ALONE) -> KVSpec:
+    """What a session keeps on each rank. With `recache` admission charges for history that is computed anew under
+    another prompt, while the old one stands for a roll-back."""
     blocks, num_frames = config.blocks, config.blocks.frames_per_block
     unlimited = blocks.window_frames == -1
     window = Window(
@@ -229,7 +230,7 @@ def kv_spec(config: CausalWanConfig, recache: bool = True) -> KVSpec:
     anew = (Step(blocks.held_frames, commits=True, rewrites=True), *tick)
     return KVSpec(
         num_layers=config.dit.num_layers,
-        num_heads=config.dit.num_heads,
+        num_heads=config.dit.num_heads // mesh.tensor,
         head_dim=config.dit.head_dim,
         window=window,
         branches=(BRANCH,),

@@ -23,6 +23,7 @@ from worldkv.models.wan import sizes
 from worldkv.models.wan.base_folder import looks_like_base, read_base
 from worldkv.models.wan.layout import Shapes, dit_shapes, encoder_shapes
 from worldkv.models.wan.names import Prefixes
+from worldkv.models.wan.shard import Mesh, check_parts
 from worldkv.models.wan.sizes import EncoderSizes
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Choices:
     `window_frames`, `sink_frames`: in place of the run's own. `base`: Wan folders for the encoders and sizes that the
     folder lacks. `lora`: a file to be merged; None: the one in the folder, where there is one. `lora_alpha`: its scale
     times its rank; None: the rank. `averaged`: of a file with averaged weights, take those. `file`: which weights of
-    the folder.
+    the folder. `tiny_decoder`: a file of one that makes pixels in place of the VAE, see `wan.tiny_decoder`.
     """
 
     preset: str | None = None
@@ -58,6 +59,7 @@ class Choices:
     lora_alpha: float | None = None
     averaged: bool = True
     file: str | None = None
+    tiny_decoder: Path | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Survey:
     config: CausalWanConfig
     bases: tuple[Path, ...]  # folders that parts may come from, the first one that has it
     random_weights: bool  # written by `random`: nobody trained these
+    tiny_decoder: Path | None = None  # a file: see `Choices`
     opened: Mapping[Path, PthFile] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -111,6 +114,7 @@ class Survey:
             config=config,
             bases=bases,
             random_weights=random_weights,
+            tiny_decoder=None if choices.tiny_decoder is None else Path(choices.tiny_decoder),
             opened=dict(part.opened) if lora is None else {**part.opened, **lora.opened},
         )
 
@@ -169,3 +173,13 @@ def check_all_tensors(survey: Survey) -> None:
     """Checks names and shapes of the whole, without reading a tensor. Raises one CheckpointError that lists what is
     missing, unexpected or of another shape."""
     check_complete(survey, needed_shapes(survey.config, read_sizes(survey)))
+
+
+def check_mesh(config: CausalWanConfig, mesh: Mesh) -> None:
+    """Raises ValueError for ranks that this model cannot be divided among."""
+    if mesh.guidance != 1:
+        raise ValueError(
+            f"guidance_parallel: expected 1, got {mesh.guidance}: a causal video model has no guidance when it runs "
+            "(it was distilled into the weights), so there is no second branch; use tensor_parallel"
+        )
+    check_parts(config.dit, mesh.tensor)

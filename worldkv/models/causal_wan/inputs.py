@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from worldkv.device import moved
 from worldkv.errors import BadRequest
 from worldkv.models.causal_wan.config import CausalWanConfig
+from worldkv.models.causal_wan.past import Passage, Past
+from worldkv.models.causal_wan.past import Prompt as Prompt
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.encoders import VAEStream
 
@@ -67,16 +69,17 @@ class Blend:
 
     def mixture(self, new: torch.Tensor) -> torch.Tensor:
         """Of the block that begins, in float32."""
-        share = self.num_begun / self.num_blocks
-        return (1 - share) * self.old.float() + share * new.float()
+        return mixture(self.old, new, self.share)
+
+    @property
+    def share(self) -> float:
+        """Of the new prompt."""
+        return self.num_begun / self.num_blocks
 
     def name(self, prompt_key: str) -> str:
         """Of the mixture's conditioning entry: everything that it is made of."""
         made_of = f"{self.old_name} {prompt_key} {self.num_begun} {self.num_blocks}"
         return f"text:blend:{hashlib.sha256(made_of.encode()).hexdigest()}"
-
-
-Prompt = tuple[np.ndarray, np.ndarray]  # token ids and attention mask, int64 [1, text_len]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class State:
     num_blocks: int = 0  # denoised so far; given latents are none
     recent: torch.Tensor | None = None  # [C, frames, h, w], clean, as many as the window holds
     decoder: VAEStream | None = None
+    past: Past | None = None  # what its history was computed from; on the host
+    num_skipped: int = 0  # frames that were never in this cache, behind the sink
 
     @property
     def num_bytes(self) -> int:
@@ -108,11 +113,22 @@ class State:
         )
 
     @property
+    def passage(self) -> Passage:
+        """Of one block under the text in force."""
+        assert self.prompt is not None, "a block has a prompt"
+        return Passage(self.prompt, 1, None if self.blend is None else self.blend.share)
+
+    @property
     def text_name(self) -> str | None:
         """Of the conditioning entry in force."""
         if self.prompt_key is None:
             return None
         return f"text:{self.prompt_key}" if self.blend is None else self.blend.name(self.prompt_key)
+
+
+def mixture(old: torch.Tensor, new: torch.Tensor, share: float) -> torch.Tensor:
+    """Of two embeddings, in float32."""
+    return (1 - share) * old.float() + share * new.float()
 
 
 def prompt_key(prompt: Prompt) -> str:

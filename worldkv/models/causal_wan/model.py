@@ -15,9 +15,9 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from worldkv.device import HostCopy
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import AttentionRow, RowLimits
 from worldkv.kv.state import KVState
 from worldkv.models.base import (
     BatchLimits,
@@ -32,31 +32,34 @@ from worldkv.models.base import (
 )
 from worldkv.models.causal_wan.config import BRANCH, CausalWanConfig, kv_spec
 from worldkv.models.causal_wan.inputs import (
-    Blend,
     Block,
     BlockRequest,
-    Prompt,
     State,
     check_request,
+    mixture,
     num_given_frames,
     pixels_of,
     prompt_key,
 )
-from worldkv.models.causal_wan.ready import ready_steps
-from worldkv.models.causal_wan.relative import fill_copies, kept_tokens
+from worldkv.models.causal_wan.network import CausalWanNetwork
+from worldkv.models.causal_wan.past import Past, kept_blocks, name_of
+from worldkv.models.causal_wan.ready import encoder_steps
 from worldkv.models.causal_wan.room import COPIES, state_bytes
 from worldkv.models.causal_wan.saved import load_state, save_state
 from worldkv.models.causal_wan.schedule import Schedule
+from worldkv.models.causal_wan.texts import Texts
+from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
-from worldkv.models.wan.dit import ForwardPlans, KeptTokens, WanDiT, WanRow
+from worldkv.models.wan.dit import WanDiT, WanRow
 from worldkv.models.wan.encoders import VAEStream, WanEncoders
+from worldkv.models.wan.network import Network, activated
+from worldkv.models.wan.shard import ALONE, Mesh
 
-_MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
 _MAX_TEXT_ELEMENTS = 1 << 14  # token ids of one batch
 
 
 class CausalWan:
-    """See the module."""
+    """See the module. `network`: the DiT as it runs, where several ranks of `mesh` run it together."""
 
     def __init__(
         self,
@@ -66,15 +69,20 @@ class CausalWan:
         *,
         recache: bool = True,
         decodes: bool = True,
+        network: Network | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         self.config, self.dit, self.encoders = config, dit, encoders
         self.recaches, self.decodes = recache, decodes
+        self._weights = dit.fingerprint + fingerprint(encoders.vae.module, encoders.text.module)
         blocks = config.blocks
         self.schedule = Schedule.of(blocks.steps, blocks)
         self.first_schedule = Schedule.of(blocks.first_block_steps or blocks.steps, blocks)
-        self.spec = kv_spec(config, recache)
-        self.block_tokens = blocks.frames_per_block * config.frame_tokens
-        self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
+        self.spec = kv_spec(config, recache, mesh)
+        self.whole_spec = kv_spec(config, recache)  # of all ranks together
+        self._block_tokens = blocks.frames_per_block * config.frame_tokens
+        self.network = network or CausalWanNetwork(config, dit, self.spec)
+        self.texts = Texts(self.spec, self.network)
 
     @property
     def card(self) -> ModelCard:
@@ -91,7 +99,9 @@ class CausalWan:
                 "rope": blocks.rope,
                 "frame_tokens": self.config.frame_tokens,
                 "pixels": [self.config.height, self.config.width],
+                "decoder": self.encoders.decoder.label,
             },
+            weights=self._weights,
         )
 
     @cached_property
@@ -101,7 +111,7 @@ class CausalWan:
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for m in modules for t in m.parameters()
         }
-        return sum(storages.values())
+        return sum(storages.values()) + (0 if self.encoders.tiny is None else self.encoders.tiny.num_weight_bytes)
 
     # what the engine runs
 
@@ -111,8 +121,8 @@ class CausalWan:
     @cached_property
     def max_state_bytes(self) -> int:
         """With the copy that a tick may roll back to."""
-        vae, itemsize = self.encoders.vae.sizes, self.dit.dtype.itemsize
-        return COPIES * state_bytes(self.config, vae, itemsize, recaches=self.recaches, decodes=self.decodes)
+        decoder, itemsize = self.encoders.decoder.state_size(*self.config.latent_size), self.dit.dtype.itemsize
+        return COPIES * state_bytes(self.config, decoder, itemsize, recaches=self.recaches, decodes=self.decodes)
 
     def state_bytes(self, state: State) -> int:
         return state.num_bytes
@@ -127,8 +137,45 @@ class CausalWan:
     def load_state(self, saved: Saved) -> State:
         state = load_state(saved, self.config, self.recaches, self.decodes, self.dit.dtype)
         if state.decoder is not None:
-            self.encoders.vae.check_decode_state(state.decoder, self.config.latent_size)
+            self.encoders.decoder.check_decode_state(state.decoder, self.config.latent_size)
         return state
+
+    def compact(self, state: State) -> State:
+        """See RebuildsHistory."""
+        return replace(state, recent=None, decoder=None)
+
+    def load_compact(self, saved: Saved) -> State:
+        return load_state(saved, self.config, self.recaches, self.decodes, self.dit.dtype, is_compact=True)
+
+    def why_inexact(self, state: State) -> str | None:
+        return None if state.past is None else state.past.inexact
+
+    def rebuild(self, kv: KVState, state: State) -> Program[None, State]:
+        """The passes that made its history, once more; then its video is decoded anew."""
+        state, past = state.to(self.dit.device), state.past
+        if past is None:
+            return Outcome(None, state)
+        blocks = [block.to(self.dit.device, self.dit.dtype) for block in past.blocks]
+        newest = blocks
+        if past.inexact is None:
+            yield from self._replay(kv, past, blocks)
+        else:
+            yield from self.texts.set_own(kv, state)
+            num_sink = kept_blocks(self.config)[0] if past.num_forgotten else 0
+            for block in blocks[:num_sink]:
+                yield self._clean_pass(kv, block)
+            newest, state = blocks[num_sink:], replace(state, num_skipped=past.num_forgotten)
+            for block in newest:
+                yield self._clean_pass(kv, block, past.num_forgotten)
+        for block in newest:
+            state = self._remember(state, block)
+        if self.decodes:
+            num_at_first = past.num_given + 1 if not past.num_forgotten else 1
+            stream = self.encoders.decoder.new_decode_state()
+            for piece in (torch.cat(newest[:num_at_first], dim=1), *newest[num_at_first:]):
+                _, stream = yield Encode("decode", (stream, piece[None]), "decode")
+            state = replace(state, decoder=stream)
+        return Outcome(None, state)
 
     def fake_inputs(self, first: bool) -> BlockRequest:
         """A prompt of few words."""
@@ -136,47 +183,17 @@ class CausalWan:
         tokens[0, :6] = np.arange(5, 11)
         return BlockRequest(tokens, (tokens > 0).astype(np.int64))
 
-    @torch.no_grad()
-    def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> list[torch.Tensor | None]:
+    def forward(self, cache: KVCache, rows: Sequence[Row[WanRow]]) -> Sequence[object]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
-        history = [row.activate() for row in rows]
-        if self.spec.reads_copy:
-            fill_copies(self.dit, cache.storage, rows)
-        velocities: dict[int, torch.Tensor | None] = {}
-        for indices in self._alike(history):
-            some = [rows[index] for index in indices]
-            text = [row.conditioning["text"].row(row.activate().num_queries) for row in some]
-            kept = kept_tokens(cache.storage, some) if self.spec.reads_copy else None
-            plans = self.plans(cache, [history[index] for index in indices], text, kept)
-            velocities |= zip(indices, self.dit([row.inputs for row in some], plans), strict=True)
-        return [velocities[index] for index in range(len(rows))]
-
-    def _alike(self, history: Sequence[AttentionRow]) -> list[list[int]]:
-        """Indices of rows that run together: those of blocks; each recache, which is rare, by itself. Mixed, they would
-        need plans and graphs for every mixture."""
-        blocks = [index for index, row in enumerate(history) if row.num_queries == self.block_tokens]
-        others = [[index] for index, row in enumerate(history) if row.num_queries != self.block_tokens]
-        return [blocks, *others] if blocks else others
-
-    def plans(
-        self,
-        cache: KVCache,
-        history: Sequence[AttentionRow],
-        text: Sequence[AttentionRow],
-        kept: KeptTokens | None = None,
-    ) -> ForwardPlans:
-        """Of rows that are alike. As many of one kind always make plans of one shape."""
-        limits = RowLimits(history[0].num_queries, self.spec.row_limits.num_visible)
-        text_limits = replace(limits, num_visible=self.spec.conditioning["text"])
-        return ForwardPlans(
-            cache.backend.plan(cache.storage, history, limits),
-            cache.backend.plan(cache.storage, text, text_limits),
-            kept=kept,
-        )
+        velocities = self.network.forward(cache, activated(rows, self.spec.conditioning))
+        for row in rows:
+            if row.context.branch.copy is not None:
+                row.context.branch.copy.is_filled = True
+        return velocities
 
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         """See MakesReady."""
-        return list(ready_steps(self, cache, limits))
+        return [*encoder_steps(self, cache), *self.network.ready_steps(cache, limits)]
 
     @torch.no_grad()
     def encode(self, encoder: str, payloads: Sequence[object]) -> list[object]:
@@ -201,7 +218,7 @@ class CausalWan:
         assert isinstance(payload, tuple)
         before, latents = payload
         stream = before.copy()
-        return self.encoders.vae.decode_stream(stream, latents), stream
+        return self.encoders.decoder.decode_stream(stream, latents), stream
 
     # the tick
 
@@ -210,27 +227,65 @@ class CausalWan:
         state = state if inputs.seed is None else replace(state, seed=inputs.seed)
         schedule = self.schedule if state.num_blocks else self.first_schedule
         check_request(self.config, inputs, kv.num_chunks, len(schedule))
+        old = state.blend
         self._expect_room(kv, inputs)
         state, num_recached = yield from self._under_prompt(kv, state, inputs)
         fresh = []
         given = yield from self._given(inputs)
         if given is not None:
             for block in torch.split(given, self.config.blocks.frames_per_block, dim=1):
-                yield self._clean_pass(kv, block)
+                yield self._clean_pass(kv, block, state.num_skipped)
             fresh.append(given)
-        first_frame = kv.num_chunks
+        first_frame = kv.num_chunks + state.num_skipped
         latents = yield from self._denoise(kv, state, inputs, schedule)
-        yield self._clean_pass(kv, latents)
+        yield self._clean_pass(kv, latents, state.num_skipped)
         fresh.append(latents)
         state = self._remember(state, torch.cat(fresh, dim=1))
+        copies = [HostCopy(torch.cat(fresh, dim=1))]
+        if state.blend is not None and (old is None or state.blend.old is not old.old):
+            copies.append(HostCopy(state.blend.old))
         video = None
         if self.decodes:
-            stream = state.decoder or self.encoders.vae.new_decode_state()
+            stream = state.decoder or self.encoders.decoder.new_decode_state()
             decoded = yield Encode("decode", (stream, torch.cat(fresh, dim=1)[None]), "decode")
             video, state = decoded[0][0], replace(state, decoder=decoded[1])
+        kept = yield OnHost(lambda: [copy.kept() for copy in copies], "postprocess")
+        state = replace(state, past=self._past_after(state, kept, anew=num_recached > 0))
         return Outcome(
             Block(latents, video, first_frame, num_recached), replace(state, num_blocks=state.num_blocks + 1)
         )
+
+    def _past_after(self, state: State, kept: list[torch.Tensor], *, anew: bool) -> Past:
+        """With a tick's blocks, and what its blend mixes from; both on the host."""
+        past, passage = state.past or Past(), state.passage
+        if anew:
+            past = past.recached(passage.prompt)
+        if len(kept) > 1 and state.blend is not None:
+            past = past.mixing(kept[1], state.blend.old_name)
+        blocks = torch.split(kept[0], self.config.blocks.frames_per_block, dim=1)
+        if state.past is None:
+            past = replace(past, num_given=len(blocks) - 1)
+        return past.after(blocks, replace(passage, num_blocks=len(blocks)), self.config)
+
+    def _replay(
+        self, kv: KVState, past: Past, blocks: Sequence[torch.Tensor]
+    ) -> Generator[Encode | Forward, torch.Tensor, None]:
+        """Each passage under its text, as it came."""
+        coming = iter(blocks)
+        for passage in past.passages:
+            key = prompt_key(passage.prompt)
+            if passage.share is None:
+                yield from self.texts.set(kv, f"text:{key}", key, passage.prompt)
+            else:
+                assert past.mixed_from is not None
+                old = past.mixed_from.to(self.dit.device)
+                name, mix = name_of(past.mixed_from, key, passage.share), partial(mixture, old, share=passage.share)
+                yield from self.texts.set(kv, name, key, passage.prompt, mix)
+            own = [next(coming) for _ in range(passage.num_blocks)]
+            for block in own:
+                yield self._clean_pass(kv, block)
+            if passage.recached:
+                yield self._recache(kv, torch.cat(own, dim=1), 0)
 
     def _given(self, inputs: BlockRequest) -> Generator[OnHost | Encode, torch.Tensor, torch.Tensor | None]:
         """[C, frames, h, w] that the session starts from."""
@@ -267,81 +322,53 @@ class CausalWan:
         if key != state.prompt_key:
             blend = None
             if switches and inputs.switch == "blend":
-                blend = yield from self._blend_from(state, inputs.blend_blocks)
+                blend = yield from self.texts.blend_from(state, inputs.blend_blocks)
             state = replace(state, prompt_key=key, prompt=(prompt[0].copy(), prompt[1].copy()), blend=blend)
         if state.blend is not None:
             state = replace(state, blend=state.blend.next())
-        name, store = state.text_name, kv.cache.conditioning
-        assert name is not None
-        if name == before.text_name:
+        if state.text_name == before.text_name:
             return state, 0
-        embedding = None if name in store else (yield from self._embedding(key, prompt))
-        if embedding is not None and state.blend is not None:
-            embedding = state.blend.mixture(embedding)
-        # acquired and attached without a yield between: a generator closed at the yield would leak the reference
-        entry = store.acquire(name)
-        if entry is None:
-            assert embedding is not None
-            entry = store.publish(name, self.spec.conditioning["text"], self.dit.project_text(embedding))
-        kv.set_conditioning(BRANCH, "text", entry)
+        yield from self.texts.set_own(kv, state)
         if anew:
             assert state.recent is not None, "a session that has frames remembers the newest"
-            yield self._recache(kv, state.recent)
+            yield self._recache(kv, state.recent, state.num_skipped)
         return state, state.recent.shape[1] if anew and state.recent is not None else 0
 
-    def _embedding(self, key: str, prompt: Prompt) -> Generator[Encode, torch.Tensor, torch.Tensor]:
-        """[text_len, text_dim]"""
-        embedding = self._embeddings.get(key)
-        if embedding is None:
-            embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
-            self._embeddings[key] = embedding
-            if len(self._embeddings) > _MAX_EMBEDDINGS:
-                self._embeddings.pop(next(iter(self._embeddings)))
-        return embedding[0]
-
-    def _blend_from(self, state: State, num_blocks: int) -> Generator[Encode, torch.Tensor, Blend]:
-        """From the text in force, a mixture or a prompt's."""
-        assert state.prompt_key is not None
-        assert state.prompt is not None
-        assert state.text_name is not None
-        old = yield from self._embedding(state.prompt_key, state.prompt)
-        if state.blend is not None:
-            old = state.blend.mixture(old)
-        return Blend(old, state.text_name, num_blocks)
-
-    def _recache(self, kv: KVState, recent: torch.Tensor) -> Forward:
+    def _recache(self, kv: KVState, recent: torch.Tensor, num_skipped: int) -> Forward:
         """All frames that the window remembers, in one forward: they see one another, and an older sink."""
         num_frames = recent.shape[1]
-        first_frame = 0 if self.spec.reads_copy else kv.num_chunks - num_frames
+        first_frame = 0 if self.spec.reads_copy else kv.num_chunks + num_skipped - num_frames
         row = WanRow(recent, None, first_frame, self.config.blocks.context_noise, wants_velocity=False)
         context = kv.prepare_rewrite(BRANCH, num_frames * self.config.frame_tokens)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "recache")
 
-    def _clean_pass(self, kv: KVState, latents: torch.Tensor) -> Forward:
+    def _clean_pass(self, kv: KVState, latents: torch.Tensor, num_skipped: int = 0) -> Forward:
         """A finished block becomes history."""
-        row = WanRow(latents, None, self._position(kv), self.config.blocks.context_noise, wants_velocity=False)
-        context = kv.prepare(BRANCH, self.block_tokens, commit=True)
+        row = WanRow(
+            latents, None, self._position(kv, num_skipped), self.config.blocks.context_noise, wants_velocity=False
+        )
+        context = kv.prepare(BRANCH, self._block_tokens, commit=True)
         return Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "commit")
 
     def _denoise(
         self, kv: KVState, state: State, inputs: BlockRequest, schedule: Schedule
     ) -> Generator[Forward, list[torch.Tensor], torch.Tensor]:
         """The block's latents [C, F, h, w], from noise."""
-        x, epsilons = self._noise(kv.num_chunks, state, inputs, len(schedule))
-        context = kv.prepare(BRANCH, self.block_tokens, commit=False)
+        x, epsilons = self._noise(kv.num_chunks + state.num_skipped, state, inputs, len(schedule))
+        context = kv.prepare(BRANCH, self._block_tokens, commit=False)
         for step, timestep in enumerate(schedule.timesteps):
-            row = WanRow(x, None, self._position(kv), timestep, wants_velocity=True)
+            row = WanRow(x, None, self._position(kv, state.num_skipped), timestep, wants_velocity=True)
             (velocity,) = yield Forward((Row(context, kv.conditioning(BRANCH), 0, row),), "denoise")
             x = schedule.clean(step, x, velocity)
             if step + 1 < len(schedule):
                 x = schedule.noised(step + 1, x, epsilons[step])
         return x  # the drafts' blocks go back when the clean pass takes its own
 
-    def _position(self, kv: KVState) -> int:
+    def _position(self, kv: KVState, num_skipped: int) -> int:
         """Of the coming block's first frame: its number, or its place in the window."""
         blocks = self.config.blocks
         if blocks.rope == "absolute":
-            return kv.num_chunks
+            return kv.num_chunks + num_skipped
         return min(kv.num_chunks, blocks.held_frames - blocks.frames_per_block)
 
     def _noise(

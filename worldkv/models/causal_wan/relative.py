@@ -14,34 +14,29 @@ import torch
 
 from worldkv.device import upload
 from worldkv.kv.storage import KVStorage
-from worldkv.models.base import Row
-from worldkv.models.wan.dit import KeptTokens, WanDiT, WanRow
+from worldkv.models.wan.dit import KeptTokens, WanDiT
+from worldkv.models.wan.network import ActiveRow
 from worldkv.models.wan.rotary import rotate
 
 
-def fill_copies(dit: WanDiT, storage: KVStorage, rows: Sequence[Row[WanRow]]) -> None:
-    """Of rows that are active: those copies that no earlier forward has filled."""
-    copies = [(row.context.branch.copy, row.inputs.latents.shape[2:]) for row in rows]
-    empty = [(copy, size) for copy, size in copies if copy is not None and not copy.is_filled]
-    filled = [(copy, size) for copy, size in empty if len(copy.sources)]
-    if filled:
-        sources = upload(np.concatenate([copy.sources for copy, _ in filled]), storage.device)
-        targets = upload(np.concatenate([copy.targets for copy, _ in filled]), storage.device)
-        phases = [dit.phases(0, len(copy.chunks.history), height, width) for copy, (height, width) in filled]
-        cos, sin = (torch.cat(parts) for parts in zip(*phases, strict=True))
-        for layer in range(storage.num_layers):
-            k, v = storage.slots(layer)
-            storage.write(layer, targets, rotate(k[sources], (cos, sin)), v[sources])
-    for copy, _ in empty:
-        copy.is_filled = True
+def fill_copies(dit: WanDiT, storage: KVStorage, rows: Sequence[ActiveRow]) -> None:
+    """Those copies that no earlier forward has filled."""
+    copies = [(row.copy, row.inputs.latents.shape[2:]) for row in rows if row.copy is not None]
+    if not copies:
+        return
+    sources = upload(np.concatenate([copy.sources for copy, _ in copies]), storage.device)
+    targets = upload(np.concatenate([copy.targets for copy, _ in copies]), storage.device)
+    phases = [dit.phases(0, copy.num_frames, height, width) for copy, (height, width) in copies]
+    cos, sin = (torch.cat(parts) for parts in zip(*phases, strict=True))
+    for layer in range(storage.num_layers):
+        k, v = storage.slots(layer)
+        storage.write(layer, targets, rotate(k[sources], (cos, sin)), v[sources])
 
 
-def kept_tokens(storage: KVStorage, rows: Sequence[Row[WanRow]]) -> KeptTokens:
-    """Those of committing rows, of rows that are active."""
+def kept_tokens(storage: KVStorage, rows: Sequence[ActiveRow]) -> KeptTokens:
+    """Those of committing rows."""
     slots = [
-        np.full(row.activate().num_queries, -1, dtype=np.int64)
-        if row.context.history_slots is None
-        else row.context.history_slots
+        np.full(row.history.num_queries, -1, dtype=np.int64) if row.kept_slots is None else row.kept_slots
         for row in rows
     ]
     return KeptTokens(storage, upload(np.concatenate(slots), storage.device))

@@ -14,6 +14,7 @@ from worldkv.models.wan.encoders import TextEncoder, WanEncoders, WanVAE, place_
 from worldkv.models.wan.libraries import build_text_encoder, build_vae
 from worldkv.models.wan.random import fill
 from worldkv.models.wan.sizes import EncoderSizes
+from worldkv.models.wan.tiny_decoder import TinyDecoder
 
 
 def random_model(
@@ -23,6 +24,7 @@ def random_model(
     device: torch.device | str,
     dtype: torch.dtype,
     decodes: bool = True,
+    tiny_decoder: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CausalWan:
     """Made on the device; no file is written. `progress` is told each part as it is begun."""
@@ -39,5 +41,6 @@ def random_model(
     encoders = WanEncoders(
         WanVAE(made("VAE", build_vae(sizes.vae)[0]), sizes.vae),
         TextEncoder(made("text encoder", build_text_encoder(sizes.text)[0]), sizes.text.vocab_size),
+        tiny=TinyDecoder.random(device, dtype) if tiny_decoder else None,
     )
     return CausalWan(config, dit, encoders, decodes=decodes)

@@ -12,7 +12,7 @@ from worldkv.models.checkpoints.dtypes import StoredDtype
 class TensorSource:
     """Where a module's tensor comes from.
 
-    It is part `part` of `parts` equal ones along dimension 0 of checkpoint tensor `key`, after dropping its first
+    It is part `part` of `parts` equal ones along dimension `dim` of checkpoint tensor `key`, after dropping its first
     `squeeze` dimensions, which have size 1.
     """
 
@@ -20,6 +20,7 @@ class TensorSource:
     part: int = 0
     parts: int = 1
     squeeze: int = 0
+    dim: int = 0
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape this source has if the checkpoint's tensor has shape `stored`; None if that cannot be."""
@@ -28,12 +29,15 @@ class TensorSource:
             return None
         if self.parts == 1:
             return kept
-        return (kept[0] // self.parts, *kept[1:]) if kept and kept[0] % self.parts == 0 else None
+        if len(kept) <= self.dim or kept[self.dim] % self.parts:
+            return None
+        return (*kept[: self.dim], kept[self.dim] // self.parts, *kept[self.dim + 1 :])
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of `shape`: what the checkpoint must store."""
-        grown = (shape[0] * self.parts, *shape[1:]) if self.parts > 1 else shape
-        return (1,) * self.squeeze + grown
+        if self.parts > 1:
+            shape = (*shape[: self.dim], shape[self.dim] * self.parts, *shape[self.dim + 1 :])
+        return (1,) * self.squeeze + shape
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,20 @@ class StoredTensors:
     adapters: Mapping[str, Adapter] = field(repr=False)  # of a LoRA run, by the weight that they are merged into
     _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def under(self, prefix: str) -> StoredTensors:
+        """Those whose names begin so, in the same files."""
+        adapters = {name: adapter for name, adapter in self.adapters.items() if name.startswith(prefix)}
+        factors = {name for adapter in adapters.values() for name in (adapter.down, adapter.up)}
+        shapes = {name: shape for name, shape in self.shapes.items() if name.startswith(prefix)}
+        return StoredTensors(
+            folder=self.folder,
+            shapes=shapes,
+            dtypes={name: self.dtypes[name] for name in shapes},
+            places={name: place for name, place in self.places.items() if name in shapes or name in factors},
+            adapters=adapters,
+            _handles=self._handles,
+        )
+
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as stored, or merged with its adapter, on the CPU. Perhaps a view of the file: copy it to keep."""
         tensor = self._as_stored(name)
@@ -88,11 +102,12 @@ class StoredTensors:
             stored = self.tensor(source.key)
             return stored.reshape(stored.shape[source.squeeze :])
         assert source.squeeze == 0, "a source is split or squeezed, not both"
-        rows = self.shapes[source.key][0] // source.parts
+        size = self.shapes[source.key][source.dim] // source.parts
+        wanted = slice(source.part * size, (source.part + 1) * size)
+        index = (*[slice(None)] * source.dim, wanted)
         if source.key in self.adapters:
-            return self.tensor(source.key)[source.part * rows : (source.part + 1) * rows]
-        stored = self._handle(source.key).get_slice(self.places[source.key].key)
-        part: torch.Tensor = stored[source.part * rows : (source.part + 1) * rows]
+            return self.tensor(source.key)[index]
+        part: torch.Tensor = self._handle(source.key).get_slice(self.places[source.key].key)[index]
         return part
 
     def _as_stored(self, name: str) -> torch.Tensor:

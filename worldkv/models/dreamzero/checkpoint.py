@@ -16,21 +16,25 @@ from worldkv.kv.window import WindowPolicy
 from worldkv.models.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from worldkv.models.checkpoints.modules import load_module
 from worldkv.models.checkpoints.tensors import StoredTensors
-from worldkv.models.dreamzero.config import DiTConfig
+from worldkv.models.dreamzero.config import DiTConfig, DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT
 from worldkv.models.dreamzero.folder import CONF_FILE, DIT_PREFIX, METADATA_FILE, PREFIXES, WORLDKV_FILE, describe
 from worldkv.models.dreamzero.folder import LOOKS_FOR as LOOKS_FOR
 from worldkv.models.dreamzero.folder import is_mine as is_mine
 from worldkv.models.dreamzero.layout import needed_shapes as needed_shapes
 from worldkv.models.dreamzero.prompts import NEGATIVE_PROMPT
+from worldkv.models.dreamzero.spec import check_guidance, kv_spec
 from worldkv.models.dreamzero.steps import Steps
 from worldkv.models.dreamzero.survey import Survey
 from worldkv.models.dreamzero.survey import check_all_tensors as check_all_tensors
 from worldkv.models.dreamzero.survey import read_sizes as read_sizes
+from worldkv.models.fingerprint import fingerprint
 from worldkv.models.wan import encoders
 from worldkv.models.wan.encoders import WanEncoders
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
+from worldkv.models.wan.network import Across, Part, Recipe, load_across
+from worldkv.models.wan.shard import ALONE, WHOLE, Shard, check_parts
 from worldkv.models.wan.tokenizer import (
     TOKENIZER_FILES,
     TOKENIZER_FOLDERS,
@@ -43,6 +47,7 @@ from worldkv.models.wan.tokenizer import (
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.model import DreamZero
+    from worldkv.models.dreamzero.network import DreamZeroNetwork
 
 FILES = (  # globs of what is read of a repository
     *(CONFIG_FILE, WORLDKV_FILE, CONF_FILE, METADATA_FILE, INDEX_FILE),
@@ -72,20 +77,24 @@ class Checkpoint(Survey, StoredTensors):
         return cls(**vars(Survey.open(folder, base)))
 
 
-def meta_dit(config: DiTConfig) -> DreamZeroDiT:
+def meta_dit(config: DiTConfig, shard: Shard = WHOLE) -> DreamZeroDiT:
     """On the meta device: names and shapes, no memory."""
     with torch.device("meta"):
-        return DreamZeroDiT(config)
+        return DreamZeroDiT(config, shard)
 
 
-def load_dit(
-    checkpoint: Checkpoint, *, device: torch.device | str, dtype: torch.dtype, progress: Progress | None = None
-) -> DreamZeroDiT:
-    """See `load_module`."""
-    dit = meta_dit(checkpoint.config.dit)
-    names = {name: DIT_PREFIX + name for name in dit.state_dict()}
-    load_module(checkpoint, dit, names, device=device, dtype=dtype, progress=progress)
-    return dit
+def load_network(recipe: Recipe, part: Part, progress: Progress | None = None) -> DreamZeroNetwork:
+    """One rank's part of the DiT, ready to run; no more than that is read. See `load_module`."""
+    from worldkv.models.dreamzero.network import DreamZeroNetwork
+
+    assert isinstance(recipe.config, DreamZeroConfig), recipe.config
+    dit = meta_dit(recipe.config.dit, part.shard)
+    sources = part.shard.sources({name: DIT_PREFIX + name for name in dit.state_dict()})
+    dtype = getattr(torch, recipe.dtype)
+    load_module(recipe.tensors, dit, sources, device=part.device, dtype=dtype, progress=progress)
+    dit.fingerprint = fingerprint(dit)
+    accelerate(dit, recipe.precision)
+    return DreamZeroNetwork(recipe.config, dit, recipe.spec, part.branches)
 
 
 def load_encoders(
@@ -113,26 +122,35 @@ def load(
     tokenizer: Tokenizer | None = None,
     negative_prompt: Tokens | None = None,
     progress: Progress | None = None,
+    across: Across | None = None,
 ) -> DreamZero:
     """The model in a folder, ready for an engine. Raises CheckpointError with everything that is wrong.
 
     `cfg_scale` 1 turns guidance off, and one branch runs instead of two; None is the reference's 5. `tokenizer`:
     the folder's, where it is loaded already. `negative_prompt`: token ids and mask in place of the model's own, for
-    verification.
+    verification. `across`: the ranks that run the DiT together; ValueError where it cannot be divided among them.
     """
     from worldkv.models.dreamzero.model import DreamZero  # a folder is looked at without it
 
     checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint.open(folder)
     check_all_tensors(checkpoint)
-    dit = load_dit(checkpoint, device=device, dtype=dtype, progress=progress)
+    config = checkpoint.config if cfg_scale is None else replace(checkpoint.config, cfg_scale=cfg_scale)
+    mesh = ALONE if across is None else across.mesh
+    check_guidance(config, mesh)
+    check_parts(config.dit, mesh.tensor)
+    spec, tensors = kv_spec(config, window_policy, mesh), checkpoint.under(DIT_PREFIX)
+    recipe = Recipe("dreamzero", config, tensors, spec, str(dtype).removeprefix("torch."), precision)
+    dit, network = load_across(recipe, load_network, device, across, progress)
+    assert isinstance(dit, DreamZeroDiT)
     model = DreamZero(
-        checkpoint.config if cfg_scale is None else replace(checkpoint.config, cfg_scale=cfg_scale),
+        config,
         dit,
         load_encoders(checkpoint, device=device, dtype=dtype, progress=progress),
         negative_prompt or (tokenizer or tokenizer_of(checkpoint)).encode(NEGATIVE_PROMPT),
         window_policy=window_policy,
         steps=steps,
+        network=network,
+        mesh=mesh,
     )
-    accelerate(dit, precision)
     model.encoders.vae.accelerate()
     return model

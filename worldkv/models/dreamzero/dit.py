@@ -16,6 +16,7 @@ from torch import nn
 from worldkv.device import upload
 from worldkv.models.dreamzero.config import DiTConfig
 from worldkv.models.wan.dit import Hidden, WanDiT, WanRow, sinusoid
+from worldkv.models.wan.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class ActionEncoder(nn.Module):
 class DreamZeroDiT(WanDiT):
     """Its rows are `DreamZeroRow`s, its outputs `RowOutput`s."""
 
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: DiTConfig, shard: Shard = WHOLE) -> None:
+        super().__init__(config, shard)
         self.state_encoder = CategoryMLP(config.max_state_dim, config.hidden_size, config.dim)
         self.action_encoder = ActionEncoder(config.action_dim, config.dim)
         self.action_decoder = CategoryMLP(config.dim, config.hidden_size, config.action_dim)

@@ -7,8 +7,7 @@ Holds weights and constants only; an episode's state is a `State` value that the
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from worldkv.device import HostCopy, upload
 from worldkv.errors import BadRequest
 from worldkv.kv.cache import KVCache
-from worldkv.kv.row import AttentionRow
 from worldkv.kv.state import KVState
 from worldkv.kv.window import WindowPolicy
 from worldkv.models.base import (
@@ -33,32 +31,35 @@ from worldkv.models.base import (
     Request,
     Row,
 )
+from worldkv.models.dreamzero.beginning import Beginning, digest, first_image
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.dit import DreamZeroDiT, DreamZeroRow, RowOutput
 from worldkv.models.dreamzero.encoding import Encoding
 from worldkv.models.dreamzero.inputs import check_inputs, fill_chunk, tiled_size
-from worldkv.models.dreamzero.ready import ready_steps
+from worldkv.models.dreamzero.network import DreamZeroNetwork, guide
+from worldkv.models.dreamzero.ready import encoder_steps
 from worldkv.models.dreamzero.spec import BRANCHES as BRANCHES
 from worldkv.models.dreamzero.spec import CONDITIONAL as CONDITIONAL
 from worldkv.models.dreamzero.spec import UNCONDITIONAL as UNCONDITIONAL
 from worldkv.models.dreamzero.spec import kv_spec as kv_spec
-from worldkv.models.dreamzero.state import Begun, load_state, save_state
+from worldkv.models.dreamzero.state import Begun, Past, load_compact, load_state, save_state
 from worldkv.models.dreamzero.state import State as State
 from worldkv.models.dreamzero.steps import StepChooser, Steps, check_steps
+from worldkv.models.fingerprint import fingerprint
 from worldkv.models.saving import Saved
 from worldkv.models.solvers.unipc import SolverState, UniPCSchedule
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
-from worldkv.models.wan.dit import ForwardPlans
 from worldkv.models.wan.encoders import WanEncoders
+from worldkv.models.wan.network import Network, activated
+from worldkv.models.wan.shard import ALONE, Mesh
 from worldkv.models.wan.tokenizer import Tokens
 from worldkv.models.world_action import TickInputs, TickResult
-
-_MAX_EMBEDDINGS = 64  # prompts whose text is not encoded again; 4 MB each at the true sizes
-_MASK_CHANNELS = 4  # mark the first frame on the channels of the first-frame condition
+from worldkv.words import count
 
 
 class DreamZero:
-    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions."""
+    """See the module. `negative_prompt` is the tokenised negative prompt of all sessions. `network`: the DiT as it
+    runs, where several ranks of `mesh` run it together."""
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class DreamZero:
         *,
         window_policy: WindowPolicy = "reset",
         steps: Steps = 8,
+        network: Network | None = None,
+        mesh: Mesh = ALONE,
     ) -> None:
         check_steps(steps)
         self.config = config
@@ -77,13 +80,17 @@ class DreamZero:
         self.steps: Steps = steps
         self.dit = dit
         self.encoding = Encoding(config, encoders, dit.device, dit.dtype)
-        self._embeddings: dict[str, torch.Tensor] = {}  # of the prompts encoded last, by digest
         assert encoders.image is not None, "DreamZero reads an image"
         self._image = encoders.image
+        others = (encoders.vae.module, encoders.text.module, self._image.module)
+        self._weights = dit.fingerprint + fingerprint(*others)
         self.action_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift)
         final = config.video_inference_final_noise if config.decouple_inference_noise else 0.0
         self.video_schedule = UniPCSchedule(config.num_inference_steps, config.sigma_shift, final)
-        self.spec = kv_spec(config, window_policy)
+        self.spec = kv_spec(config, window_policy, mesh)
+        self.whole_spec = kv_spec(config, window_policy)  # of all ranks together
+        self.network = network or DreamZeroNetwork(config, dit, self.spec)
+        self._beginning = Beginning(config, self.spec, dit, self.network, self.encoding, negative_prompt)
 
     @property
     def card(self) -> ModelCard:
@@ -99,6 +106,7 @@ class DreamZero:
                 "cfg_scale": self.config.cfg_scale,
                 "frame_tokens": dit.frame_tokens,
             },
+            weights=self._weights,
         )
 
     @cached_property
@@ -122,6 +130,33 @@ class DreamZero:
     def load_state(self, saved: Saved) -> State:
         return load_state(saved, self.config).to(self.dit.device)
 
+    def compact(self, state: State) -> State:
+        """See RebuildsHistory."""
+        return replace(state, first_frame_condition=None)
+
+    def load_compact(self, saved: Saved) -> State:
+        return load_compact(saved, self.config, self.spec.window).to(self.dit.device)
+
+    def why_inexact(self, state: State) -> str | None:
+        if state.past is None or state.past.first_frame == 0:
+            return None
+        return f"{count(state.past.first_frame, 'frame')} of its history have left the window, and were read by others"
+
+    def rebuild(self, kv: KVState, state: State) -> Program[None, State]:
+        """The window's clean passes, once more."""
+        past = state.past
+        if past is None:
+            return Outcome(None, state)
+        state = replace(state, num_skipped=past.first_frame)
+        yield from self._beginning.set_text(kv, past)
+        pixels = yield from self._beginning.set_image(kv, past)
+        if self.config.dit.concat_first_frame_latent:
+            condition, _ = yield from self._beginning.first_frame(pixels)
+            state = replace(state, first_frame_condition=condition)
+        for observed in past.observed:
+            yield self._clean_pass(kv, state, observed.to(self.dit.device, self.dit.dtype))
+        return Outcome(None, state)
+
     def fake_inputs(self, first: bool) -> TickInputs:
         """Grey images of a size that makes the model's tokens, a prompt of few words."""
         height, width = tiled_size(self.config)
@@ -132,34 +167,16 @@ class DreamZero:
         state = np.zeros((dit.num_states, dit.max_state_dim))
         return TickInputs(frames, state, tokens, (tokens > 0).astype(np.int64))
 
-    @torch.no_grad()
-    def forward(self, cache: KVCache, rows: Sequence[Row[DreamZeroRow]]) -> list[RowOutput]:
+    def forward(self, cache: KVCache, rows: Sequence[Row[DreamZeroRow]]) -> Sequence[object]:
         """Velocities of the rows, their K/V written to the cache. Blocks are taken here, when the rows really run."""
-        history = [row.activate() for row in rows]
-        read = {
-            kind: [row.conditioning[kind].row(h.num_queries) for row, h in zip(rows, history, strict=True)]
-            for kind in self.spec.conditioning
-        }
-        outputs: list[RowOutput] = self.dit([row.inputs for row in rows], self.plans(cache, history, read))
-        return outputs
-
-    def plans(
-        self, cache: KVCache, history: Sequence[AttentionRow], read: Mapping[str, Sequence[AttentionRow]]
-    ) -> ForwardPlans:
-        """`read`: the rows of each kind of conditioning. As many rows always make plans of one shape."""
-        limits = self.spec.row_limits
-        conditioning = {
-            kind: cache.backend.plan(cache.storage, rows, replace(limits, num_visible=self.spec.conditioning[kind]))
-            for kind, rows in read.items()
-        }
-        return ForwardPlans(cache.backend.plan(cache.storage, history, limits), **conditioning)
+        return self.network.forward(cache, activated(rows, self.spec.conditioning))
 
     def encode(self, encoder: str, payloads: Sequence[Any]) -> list[torch.Tensor]:
         return self.encoding.encode(encoder, payloads)
 
     def ready_steps(self, cache: KVCache, limits: BatchLimits) -> Sequence[Callable[[], object]]:
         """See MakesReady."""
-        return list(ready_steps(self, cache, limits))
+        return [*encoder_steps(self, cache, limits), *self.network.ready_steps(cache, limits)]
 
     def imagined_video(self, result: TickResult) -> Encode:
         """The request whose output `frames` turns into the tick's imagined video. The newest observed latent goes
@@ -184,11 +201,14 @@ class DreamZero:
             state = yield from self._observe(kv, state, inputs)
         begun = state.begun
         assert begun is not None
-        start_frame, observed = kv.num_chunks, begun.observed
+        assert state.past is not None
+        start_frame, observed, latents = self._next_frame(kv, state), begun.observed, HostCopy(begun.observed)
         video, actions = yield from self._denoise(kv, state, inputs, observed.shape[-2:])
-        numbers = yield OnHost(HostCopy(actions.float()).numpy, "denoise")
+        copy = HostCopy(actions.float())
+        numbers, latents_CFhw = yield OnHost(lambda: (copy.numpy(), latents.kept()), "denoise")
+        past = state.past.with_observed(latents_CFhw, self.spec.window.max_chunks)
         result = TickResult(numbers, video, observed, begun.restart_reason, start_frame)
-        return Outcome(result, replace(state, prediction=video, begun=None))
+        return Outcome(result, replace(state, prediction=video, begun=None, past=past))
 
     def ahead(self, kv: KVState, state: State, inputs: TickInputs) -> Program[None, State]:
         """What of a tick needs neither its robot's state nor noise: its observation is encoded and committed."""
@@ -201,18 +221,19 @@ class DreamZero:
         if begun is None or begun.frames is None or frames is None:
             return False
         same = frames is begun.frames or np.array_equal(frames, begun.frames)
-        return same and _digest(inputs.token_ids, inputs.attention_mask) == begun.prompt_key
+        return same and digest(inputs.token_ids, inputs.attention_mask) == begun.prompt_key
 
     def _observe(self, kv: KVState, state: State, inputs: TickInputs) -> Generator[Request, Any, State]:
         """Make the observation history. The state says how the tick has begun."""
-        prompt_key = _digest(inputs.token_ids, inputs.attention_mask)
+        prompt_key = digest(inputs.token_ids, inputs.attention_mask)
         reason = self._restart_reason(state, kv, prompt_key, inputs)
         if reason is not None:
             kv.reset(keep=("text",) if prompt_key == state.prompt_key else ())
-            yield from self._condition_on_text(kv, inputs)
-            pixels, image_key = yield from self._first_image(inputs, state)
-            condition, observed = yield from self._start_window(kv, pixels, image_key)
-            state = replace(state, prompt_key=prompt_key, first_frame_condition=condition)
+            past = self._new_past(inputs, state)
+            yield from self._beginning.set_text(kv, past)
+            pixels = yield from self._beginning.set_image(kv, past)
+            condition, observed = yield from self._beginning.first_frame(pixels)
+            state = State(prompt_key, condition, state.prediction, past=past)
         elif inputs.frames is None:
             observed = self._imagined(inputs, state)
         else:
@@ -238,67 +259,25 @@ class DreamZero:
             return "window full"
         return None
 
-    def _condition_on_text(self, kv: KVState, inputs: TickInputs) -> Generator[Request, Any, None]:
-        """Attach the text to each branch; a stored one is neither encoded nor projected again."""
-        prompts = {CONDITIONAL: (inputs.token_ids, inputs.attention_mask), UNCONDITIONAL: self.negative_prompt}
-        store = kv.cache.conditioning
-        for branch in self.spec.branches:
-            prompt = prompts[branch]
-            key = f"text:{_digest(*prompt)}"
-            attached = kv.branches[branch].conditioning.get("text")
-            if attached is not None and attached.key == key:
-                continue
-            if key not in store and key not in self._embeddings:
-                embedding = yield Encode("text", tuple(torch.from_numpy(part) for part in prompt))
-                self._embeddings[key] = embedding
-                if len(self._embeddings) > _MAX_EMBEDDINGS:
-                    self._embeddings.pop(next(iter(self._embeddings)))
-            # acquired and attached without a yield between: a generator closed at the yield would leak the reference
-            entry = store.acquire(key)
-            if entry is None:
-                layers = self.dit.project_text(self._embeddings[key][0])
-                entry = store.publish(key, self.spec.conditioning["text"], layers)
-            kv.set_conditioning(branch, "text", entry)
-
-    def _first_image(self, inputs: TickInputs, state: State) -> Generator[Request, Any, tuple[torch.Tensor, str]]:
-        """The frame a window starts with: pixels [1, 3, 1, H, W] and the key of its conditioning."""
+    def _new_past(self, inputs: TickInputs, state: State) -> Past:
+        """Of the window that begins with this tick."""
+        text = (inputs.token_ids.copy(), inputs.attention_mask.copy())
         if inputs.frames is None:
-            latents = self._imagined(inputs, state)
-            video = yield Encode("decode", (latents[None],))
-            return video[:, :, -1:].to(self.dit.dtype), f"imagined:{_digest(latents.float().cpu().numpy())}"
-        # a request of 4 or 9 frames ends now, so its last frame is the newest; otherwise the reference takes the first
-        image = inputs.frames[-1:] if inputs.frames.shape[0] in (4, 9) else inputs.frames[:1]
-        return self.encoding.pixels(image), f"image:{_digest(image)}"
+            return Past(*text, None, self._imagined(inputs, state).cpu())
+        return Past(*text, first_image(inputs.frames).copy(), None)
+
+    def _next_frame(self, kv: KVState, state: State) -> int:
+        """Its number in the window."""
+        return kv.num_chunks + state.num_skipped
 
     def _imagined(self, inputs: TickInputs, state: State) -> torch.Tensor:
         latents = inputs.latents if inputs.latents is not None else state.prediction
         assert latents is not None, "checked before the tick began"
         return latents.to(self.dit.device, self.dit.dtype)
 
-    def _start_window(
-        self, kv: KVState, pixels: torch.Tensor, key: str
-    ) -> Generator[Request, Any, tuple[torch.Tensor | None, torch.Tensor]]:
-        """Attach the image, and encode the window's first frame: (first-frame condition, its latents)."""
-        store = kv.cache.conditioning
-        feature = None if key in store else (yield Encode("image", (pixels[:, :, 0],)))
-        entry = store.acquire(key)
-        if entry is None:
-            assert feature is not None
-            entry = store.publish(key, self.spec.conditioning["image"], self.dit.project_image(feature[0]))
-        for branch in self.spec.branches:
-            kv.set_conditioning(branch, "image", store.share(entry))
-        store.release(entry)
-        latents = yield Encode("video", (self.encoding.window_start(pixels),))
-        if not self.config.dit.concat_first_frame_latent:
-            return None, latents[0]
-        mask = latents.new_zeros(1, _MASK_CHANNELS, *latents.shape[2:])
-        mask[:, :, 0] = 1
-        condition = torch.cat([mask, latents], dim=1)
-        return condition[0], latents[0, :, :1]  # causal: the first latent frame is the first frame's own
-
     def _clean_pass(self, kv: KVState, state: State, observed: torch.Tensor) -> Forward:
         """Both branches read the observed frames at timestep 0; they become history."""
-        first_frame, num_frames = kv.num_chunks, observed.shape[1]
+        first_frame, num_frames = self._next_frame(kv, state), observed.shape[1]
         condition = self._condition(state, first_frame, num_frames)
         inputs = DreamZeroRow(observed, condition, first_frame, timestep=0, wants_velocity=False)
         seq_len = num_frames * self.config.dit.frame_tokens
@@ -315,7 +294,7 @@ class DreamZero:
         config = self.config
         video, actions = self._noise(inputs, latent_size)
         robot_state = upload(inputs.state, self.dit.device, torch.float32)
-        first_frame = kv.num_chunks
+        first_frame = self._next_frame(kv, state)
         condition = self._condition(state, first_frame, config.frames_per_chunk)
         seq_len = config.frames_per_chunk * config.dit.frame_tokens
         contexts = {branch: kv.prepare(branch, seq_len, commit=False) for branch in self.spec.branches}
@@ -356,11 +335,11 @@ class DreamZero:
         video, actions = outputs[0].video_velocity, outputs[0].action_velocity
         assert video is not None
         assert actions is not None
-        if len(outputs) == 1:  # guidance is off
+        if len(outputs) == 1:  # guidance is off, or the network has done it
             return video, actions
         negative = outputs[1].video_velocity
         assert negative is not None
-        return negative + self.config.cfg_scale * (video - negative), actions
+        return guide(video, negative, self.config.cfg_scale), actions
 
     def _condition(self, state: State, first_frame: int, num_frames: int) -> torch.Tensor | None:
         """The first-frame condition at these frames; past its end, its last frames, as the reference does."""
@@ -386,11 +365,3 @@ class DreamZero:
                 raise BadRequest(f"noise: expected shape {(1, *shape)}, got {tuple(given.shape)}")
             noise.append(given[0].to(dit.device, dit.dtype))
         return noise[0], noise[1]
-
-
-def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(f"{array.shape}{array.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()

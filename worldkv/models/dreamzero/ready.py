@@ -23,17 +23,18 @@ from worldkv.models.wan.ready import reading_rows, sizes_up_to
 
 if TYPE_CHECKING:
     from worldkv.models.dreamzero.model import DreamZero
+    from worldkv.models.dreamzero.network import DreamZeroNetwork
+    from worldkv.models.wan.network import Pages
 
 _LEVELS_PER_ROW = 2  # a row's video and its actions have a timestep each
 
 
-def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterator[Callable[[], object]]:
-    """See `MakesReady`; none on a CPU."""
-    if cache.storage.device.type != "cuda":
+def dit_steps(network: DreamZeroNetwork, pages: Pages, limits: BatchLimits) -> Iterator[Callable[[], object]]:
+    """Its graphs; none on a CPU."""
+    if pages.storage.device.type != "cuda":
         return
-    yield from _encoder_steps(model, limits)
-    spec, blocks = model.spec, model.dit.run_blocks
-    if not isinstance(blocks, GraphedBlocks) or cache.backend.name == "reference":
+    spec, blocks = network.spec, network.dit.run_blocks
+    if not isinstance(blocks, GraphedBlocks) or pages.backend.name == "reference":
         return
     branches = len(spec.branches) if limits.max_rows > 1 else 1
     by_size = sorted(spec.steps, key=spec.tokens_of)
@@ -43,11 +44,14 @@ def ready_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterat
         if num_sessions > 1 and len(by_size) > 1:  # sessions at different steps, as large as these can be
             mixes.append([by_size[-2]] * branches + [by_size[-1]] * (num_rows - branches))
         for mix in mixes:
-            yield partial(_capture_forward, model, blocks, cache, mix)
+            yield partial(_capture_forward, network, blocks, pages, mix)
     yield torch.cuda.empty_cache
 
 
-def _encoder_steps(model: DreamZero, limits: BatchLimits) -> Iterator[Callable[[], object]]:
+def encoder_steps(model: DreamZero, cache: KVCache, limits: BatchLimits) -> Iterator[Callable[[], object]]:
+    """Of the encoders; none on a CPU."""
+    if cache.storage.device.type != "cuda":
+        return
     config, encoding = model.config, model.encoding
     height, width = tiled_size(config)
     first, later = (
@@ -64,21 +68,21 @@ def _encoder_steps(model: DreamZero, limits: BatchLimits) -> Iterator[Callable[[
 
 
 @torch.no_grad()
-def _capture_forward(model: DreamZero, blocks: GraphedBlocks, cache: KVCache, mix: Sequence[Step]) -> None:
+def _capture_forward(network: DreamZeroNetwork, blocks: GraphedBlocks, pages: Pages, mix: Sequence[Step]) -> None:
     """A forward of rows at these steps, which read the pool's first blocks and write nowhere."""
-    spec, storage = model.spec, cache.storage
+    spec, storage = network.spec, pages.storage
     counts = [spec.tokens_of(step) for step in mix]
-    plans = model.plans(
-        cache,
+    plans = network.plans(
+        pages,
         reading_rows(storage, spec.row_limits.num_visible, counts, writes=True),
         {kind: reading_rows(storage, num_keys, counts) for kind, num_keys in spec.conditioning.items()},
     )
     with blocks.preparing(num_levels=_LEVELS_PER_ROW * len(mix)):
-        model.dit([_row(model, step) for step in mix], plans)
+        network.dit([_row(network, step) for step in mix], plans)
 
 
-def _row(model: DreamZero, step: Step) -> DreamZeroRow:
-    config, dit = model.config, model.dit
+def _row(network: DreamZeroNetwork, step: Step) -> DreamZeroRow:
+    config, dit = network.config, network.dit
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, device=dit.device, dtype=dit.dtype)

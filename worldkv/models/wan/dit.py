@@ -23,7 +23,9 @@ from worldkv.attention.backend import AttentionPlan
 from worldkv.device import upload
 from worldkv.kv.storage import KVStorage
 from worldkv.models.wan.config import WanConfig
+from worldkv.models.wan.partial import PartialLinear, RMSNorm
 from worldkv.models.wan.rotary import Phases, Rotary, rotate
+from worldkv.models.wan.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -86,28 +88,16 @@ class BlockInputs:
 RunBlocks = Callable[[BlockInputs], torch.Tensor]  # `x` after the last block
 
 
-class RMSNorm(nn.Module):
-    """Over the full width, all heads together, in float32."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
 class Attention(nn.Module):
-    """The parameters of both kinds."""
+    """The parameters of both kinds, of a shard's heads."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanConfig, shard: Shard) -> None:
         super().__init__()
         dim = config.dim
-        self.num_heads = config.num_heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q, self.norm_k = (RMSNorm(dim, config.eps) for _ in range(2))
+        self.num_heads = config.num_heads // shard.size
+        self.q, self.k, self.v = (nn.Linear(dim, dim // shard.size) for _ in range(3))
+        self.o = PartialLinear(dim, dim, shard)
+        self.norm_q, self.norm_k = (RMSNorm(dim, config.eps, shard) for _ in range(2))
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """[T, dim] as [T, H, D]."""
@@ -127,11 +117,11 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention to text; where the model reads an image too, its attention shares the query and is added."""
 
-    def __init__(self, config: WanConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: WanConfig, shard: Shard) -> None:
+        super().__init__(config, shard)
         if config.image_tokens:
-            self.k_img, self.v_img = (nn.Linear(config.dim, config.dim) for _ in range(2))
-            self.norm_k_img = RMSNorm(config.dim, config.eps)
+            self.k_img, self.v_img = (nn.Linear(config.dim, config.dim // shard.size) for _ in range(2))
+            self.norm_k_img = RMSNorm(config.dim, config.eps, shard)
 
     def forward(self, x: torch.Tensor, plans: ForwardPlans, layer: int) -> torch.Tensor:
         q_THD = self.heads(self.norm_q(self.q(x)))
@@ -150,15 +140,17 @@ class CrossAttention(Attention):
 
 
 class Block(nn.Module):
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanConfig, shard: Shard) -> None:
         super().__init__()
         dim = config.dim
         self.eps = config.eps
-        self.self_attn = SelfAttention(config)
+        self.self_attn = SelfAttention(config, shard)
         self.norm3 = nn.LayerNorm(dim, config.eps)
-        self.cross_attn = CrossAttention(config)
+        self.cross_attn = CrossAttention(config, shard)
         self.ffn = nn.Sequential(
-            nn.Linear(dim, config.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(config.ffn_dim, dim)
+            nn.Linear(dim, config.ffn_dim // shard.size),
+            nn.GELU(approximate="tanh"),
+            PartialLinear(config.ffn_dim, dim, shard),
         )
         self.modulation = nn.Parameter(torch.empty(1, 6, dim))
 
@@ -244,13 +236,15 @@ class WanDiT(nn.Module):
     """Build it on the meta device and fill it from a checkpoint.
 
     Its rows are `WanRow`s, its output each row's video velocity (noise - clean) [C, F, h, w], None where the row wants
-    none. A family that adds tokens behind each row's video overrides the four methods at the end.
+    none. A family that adds tokens behind each row's video overrides the four methods at the end. `shard`: the part of
+    heads and feed-forwards that this one has; K and V are of its heads.
     """
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanConfig, shard: Shard = WHOLE) -> None:
         super().__init__()
         dim, wide = config.dim, config.in_dim
-        self.config = config
+        self.config, self.shard = config, shard
+        self.fingerprint = ""  # of its weights, once they are loaded
         self.patch_embedding = nn.Conv3d(wide, dim, config.patch_size, config.patch_size)
         self.text_embedding = nn.Sequential(
             nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
@@ -259,7 +253,7 @@ class WanDiT(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         if config.image_tokens:
             self.img_emb = ImageEmbedding(config.image_dim, dim)
-        self.blocks = nn.ModuleList([Block(config) for _ in range(config.num_layers)])
+        self.blocks = nn.ModuleList([Block(config, shard) for _ in range(config.num_layers)])
         self.head = Head(config)
         self._rotary: Rotary | None = None
         self.run_blocks: RunBlocks = self._run_blocks  # `worldkv.models.wan.fused` has a faster one

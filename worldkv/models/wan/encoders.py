@@ -8,7 +8,7 @@ one encoder from any number of threads. They know nothing of windows, prompts' w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,13 @@ from worldkv.errors import BadRequest
 from worldkv.models.checkpoints.modules import Progress, TensorReader, load_module
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused_vae import fuse_vae
+from worldkv.models.wan.layout import decoder_state_size
 from worldkv.models.wan.libraries import Built, build_image_encoder, build_text_encoder, build_vae
 from worldkv.models.wan.names import LATENT_MEAN, LATENT_STD, Prefixes
 from worldkv.models.wan.sizes import IMAGE_PIXELS, EncoderSizes, VAESizes
+
+if TYPE_CHECKING:
+    from worldkv.models.wan.tiny_decoder import TinyDecoder
 
 _SETTLED = 3  # latent frames after which a stream's tensors keep their shapes
 _FRAMES_AT_ONCE, _LATENTS_AT_ONCE = 8, 3  # on a GPU: fewer launches, and fewer passes over what a piece ends with
@@ -39,29 +43,31 @@ class VAEStream:
     """
 
     num_latent_frames: int = 0
-    _tails: list[torch.Tensor | str | None] = field(default_factory=list, repr=False)  # a text: diffusers' marker "Rep"
+    tails: list[torch.Tensor | str | None] = field(default_factory=list, repr=False)  # a text: diffusers' marker "Rep"
 
     def copy(self) -> VAEStream:
-        return VAEStream(self.num_latent_frames, list(self._tails))
+        return VAEStream(self.num_latent_frames, list(self.tails))
 
     @property
     def num_bytes(self) -> int:
-        return sum(tail.numel() * tail.element_size() for tail in self._tails if isinstance(tail, torch.Tensor))
+        return sum(tail.numel() * tail.element_size() for tail in self.tails if isinstance(tail, torch.Tensor))
 
     @property
     def kinds(self) -> list[object]:
         """What its tensors are, but for their numbers."""
-        return [(tail.dtype, tail.shape) if isinstance(tail, torch.Tensor) else tail for tail in self._tails]
+        return [(tail.dtype, tail.shape) if isinstance(tail, torch.Tensor) else tail for tail in self.tails]
 
     def to(self, device: torch.device | str) -> VAEStream:
         """The same on another device, bit for bit."""
-        tails = [moved(tail, device) if isinstance(tail, torch.Tensor) else tail for tail in self._tails]
+        tails = [moved(tail, device) if isinstance(tail, torch.Tensor) else tail for tail in self.tails]
         return VAEStream(self.num_latent_frames, tails)
 
 
 class WanVAE:
     """Videos of shape [B, 3, T, H, W] in [-1, 1] to normalised latents [B, C, 1 + (T - 1) / 4, H / s, W / s]
     and back; s is `pixel_stride`, 8 (Wan 2.1) or 16 (Wan 2.2)."""
+
+    label = "the model's own"
 
     def __init__(self, module: nn.Module, sizes: VAESizes) -> None:
         self.module: Any = module  # its parts are called one by one, which nn.Module's types do not allow
@@ -88,10 +94,14 @@ class WanVAE:
             self.frames_at_once, self.latents_at_once = _FRAMES_AT_ONCE, _LATENTS_AT_ONCE
 
     def new_encode_state(self) -> VAEStream:
-        return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("encoder")))
+        return VAEStream(tails=[None] * _num_convolutions(self.module.get_submodule("encoder")))
 
     def new_decode_state(self) -> VAEStream:
-        return VAEStream(_tails=[None] * _num_convolutions(self.module.get_submodule("decoder")))
+        return VAEStream(tails=[None] * _num_convolutions(self.module.get_submodule("decoder")))
+
+    def state_size(self, height: int, width: int) -> int:
+        """See `StreamDecoder`."""
+        return decoder_state_size(self.sizes, height, width)
 
     def check_decode_state(self, state: VAEStream, latent_size: tuple[int, int]) -> None:
         """Raises BadRequest unless it is of one video that was decoded here. Computes shapes only."""
@@ -121,14 +131,14 @@ class WanVAE:
         self._check_video(video, first)
         weight = self.module.get_parameter("quant_conv.weight")
         x = _fold_pixels(video.to(weight.device, weight.dtype), self.sizes.pixel_patch)
-        tails, latents = list(state._tails), []
+        tails, latents = list(state.tails), []
         # the first frame stands alone, then 4 frames make one latent frame
         parts = torch.split(x[:, :, 1 if first else 0 :], self.frames_at_once, dim=2) if x.shape[2] > first else ()
         for group in (*([x[:, :, :1]] if first else []), *parts):
             moments = self.module.encoder(group, feat_cache=tails, feat_idx=[0])
             latents.append(self.module.quant_conv(moments)[:, : self.sizes.z_dim])
         mu = torch.cat(latents, dim=2)
-        state._tails, state.num_latent_frames = tails, state.num_latent_frames + mu.shape[2]
+        state.tails, state.num_latent_frames = tails, state.num_latent_frames + mu.shape[2]
         return ((mu.float() - self._mean) / self._std).to(weight.dtype)
 
     @torch.no_grad()
@@ -142,14 +152,14 @@ class WanVAE:
         weight = self.module.get_parameter("quant_conv.weight")
         z = (latents.to(weight.device).float() * self._std + self._mean).to(weight.dtype)
         first = state.num_latent_frames == 0
-        tails, frames = list(state._tails), []
+        tails, frames = list(state.tails), []
         # the first latent frame stands alone
         parts = torch.split(z[:, :, 1 if first else 0 :], self.latents_at_once, dim=2) if z.shape[2] > first else ()
         for index, part in enumerate((*([z[:, :, :1]] if first else []), *parts)):
             x = self.module.post_quant_conv(part)
             frames.append(self.module.decoder(x, feat_cache=tails, feat_idx=[0], first_chunk=first and index == 0))
         video = _unfold_pixels(torch.cat(frames, dim=2), self.sizes.pixel_patch).clamp(-1.0, 1.0)
-        state._tails, state.num_latent_frames = tails, state.num_latent_frames + z.shape[2]
+        state.tails, state.num_latent_frames = tails, state.num_latent_frames + z.shape[2]
         return video
 
     def _check_video(self, video: torch.Tensor, first: bool) -> None:
@@ -207,11 +217,33 @@ class ImageEncoder:
         return features
 
 
+class StreamDecoder(Protocol):
+    """What makes pixels of a video's latents, piece by piece: see `WanVAE`."""
+
+    label: str
+    latents_at_once: int
+
+    def new_decode_state(self) -> VAEStream: ...
+
+    def decode_stream(self, state: VAEStream, latents: torch.Tensor) -> torch.Tensor: ...
+
+    def check_decode_state(self, state: VAEStream, latent_size: tuple[int, int]) -> None: ...
+
+    def state_size(self, height: int, width: int) -> int:
+        """Numbers that a stream holds at most. `height`, `width`: of a latent frame."""
+        ...
+
+
 @dataclass(frozen=True)
 class WanEncoders:
     vae: WanVAE
     text: TextEncoder
     image: ImageEncoder | None = None  # None: the model reads no image
+    tiny: TinyDecoder | None = None  # decodes in place of the VAE
+
+    @property
+    def decoder(self) -> StreamDecoder:
+        return self.tiny or self.vae
 
 
 def load_encoders(

@@ -21,12 +21,15 @@ from worldkv.models.wan.fused import FusedBlocks, Precision
 
 
 def accelerate(dit: WanDiT, precision: Precision = "model") -> None:
-    """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes."""
+    """On a GPU, run the blocks fused and in CUDA graphs; float8 is an option. On a CPU nothing changes, nor for a
+    shard: the fused kernels norm the heads that they see, and know of no others."""
     if dit.device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # the encoders' convolutions have few shapes: the best kernel for each
+    if dit.device.type == "cuda" and dit.shard.size == 1:
         dit.run_blocks = GraphedBlocks(FusedBlocks(dit, precision))
     elif precision != "model":
-        raise ValueError(f"precision: expected 'model' without a GPU, got {precision!r}")
+        where = "without a GPU" if dit.shard.size == 1 else "on tensor-parallel ranks"
+        raise ValueError(f"precision: expected 'model' {where}, got {precision!r}")
 
 
 @dataclass(frozen=True)

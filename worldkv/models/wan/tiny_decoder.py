@@ -16,17 +16,19 @@ from worldkv.errors import BadRequest, CheckpointError
 from worldkv.models.checkpoints.tensors import read_all
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.encoders import VAEStream
+from worldkv.models.wan.random import fill
 
+Tails = list[torch.Tensor | str | None]
 _LATENTS, _WIDTHS, _FRAMES = 16, (256, 128, 64, 64), (1, 2, 2)  # frames that each level makes of one
 _BLOCKS = 3  # of a level
 _PREFIX = "decoder."
-LABEL = "tiny (TAEHV): other pixels than the model's own decoder"
 
 
 class TinyDecoder:
     """Normalised latents [1, 16, F, h, w] to video [1, 3, T, 8 h, 8 w] in [-1, 1], as `WanVAE.decode_stream` does."""
 
-    latents_at_once: int | None = None  # any number
+    label = "tiny (TAEHV), other pixels than the model's own"
+    latents_at_once = 3  # any number gives the same, up to rounding
 
     def __init__(self, layers: nn.Sequential) -> None:
         self._layers = layers
@@ -51,8 +53,20 @@ class TinyDecoder:
         layers.load_state_dict(stored, assign=True)
         return cls(layers.to(device, dtype))
 
+    @classmethod
+    def random(cls, device: torch.device | str, dtype: torch.dtype) -> TinyDecoder:
+        """At full cost, and nothing was learned."""
+        with torch.device("meta"):
+            layers = tiny_layers()
+        fill(layers, device, dtype)
+        return cls(layers)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in self._layers.parameters())
+
     def new_decode_state(self) -> VAEStream:
-        return VAEStream(_tails=[None] * sum(isinstance(layer, _SeesBefore) for layer in self._layers))
+        return VAEStream(tails=[None] * sum(isinstance(layer, _SeesBefore) for layer in self._layers))
 
     def state_size(self, height: int, width: int) -> int:
         """Numbers that a stream holds. `height`, `width`: of a latent frame."""
@@ -79,19 +93,26 @@ class TinyDecoder:
             raise ValueError(f"latents must be [1, {_LATENTS}, F, h, w], got {list(latents.shape)}")
         weight = next(self._layers.parameters())
         x = latents[0].transpose(0, 1).to(weight.device, weight.dtype).contiguous(memory_format=torch.channels_last)
-        tails = iter(state._tails)
-        newest: list[torch.Tensor | str | None] = []
+        tails, frames = list(state.tails), []
+        for piece in torch.split(x, self.latents_at_once):
+            made, tails = self._run(piece, tails)
+            frames.append(made)
+        begins = state.num_latent_frames == 0
+        state.tails, state.num_latent_frames = tails, state.num_latent_frames + latents.shape[2]
+        video = torch.cat(frames)[VAE_TEMPORAL_STRIDE - 1 if begins else 0 :]  # nothing is before a video's first frame
+        return (2 * video.clamp(0.0, 1.0) - 1).transpose(0, 1)[None]
+
+    def _run(self, x: torch.Tensor, tails: Tails) -> tuple[torch.Tensor, Tails]:
+        """Frames [4 F, 3, H, W] of latent frames [F, 16, h, w], and the new tails."""
+        before, newest = iter(tails), Tails()
         for layer in self._layers:
             if isinstance(layer, _SeesBefore):
-                before = next(tails)
+                last = next(before)
                 newest.append(x[-1:].clone())
-                x = layer(x, before if isinstance(before, torch.Tensor) else torch.zeros_like(x[:1]))
+                x = layer(x, last if isinstance(last, torch.Tensor) else torch.zeros_like(x[:1]))
             else:
                 x = layer(x)
-        begins = state.num_latent_frames == 0
-        state._tails, state.num_latent_frames = newest, state.num_latent_frames + latents.shape[2]
-        x = x[VAE_TEMPORAL_STRIDE - 1 if begins else 0 :]  # nothing is before a video's first frame
-        return (2 * x.clamp(0.0, 1.0) - 1).transpose(0, 1)[None]
+        return x, newest
 
 
 def tiny_layers() -> nn.Sequential:
