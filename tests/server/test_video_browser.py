@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from console_page import (
 from server_fakes import eventually
 from video_viewers import running_app, serving
 
+from worldkv.models.wan.tiny_decoder import TinyDecoder
 from worldkv.server.server import PolicyServer
 from worldkv.videos.app import VideoApp
 
@@ -104,6 +106,17 @@ def test_words_begin_a_world_other_words_change_it_and_it_is_kept(
 
     with av.open(str(film)) as container:
         assert sum(1 for _ in container.decode(video=0)) >= 33
+
+
+def test_a_decoder_that_is_not_the_model_s_own_is_named(
+    browser: Any, app: VideoApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = app.maker.model
+    tiny = TinyDecoder.random("cpu", model.dit.dtype)
+    monkeypatch.setattr(model, "encoders", replace(model.encoders, tiny=tiny))
+    with serving(app) as server:
+        visit(browser, server)
+        wait_for(browser, "Decoder: tiny (TAEHV), other pixels than the model's own.")
 
 
 def test_a_mark_is_gone_back_to_and_futures_stand_side_by_side(browser: Any, server: PolicyServer) -> None:

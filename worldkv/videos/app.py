@@ -108,6 +108,7 @@ class VideoApp(App[VideoRequest, VideoBlock, VideoReply]):
             "begins_with_an_image": self.begins_with_an_image,
             "max_prompt_characters": MAX_PROMPT_CHARACTERS,
             "random_weights": self.random_weights,
+            "decoder": self.maker.model.encoders.decoder.label,
         }
 
     @property

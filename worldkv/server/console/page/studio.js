@@ -25,6 +25,8 @@ export class Studio {
     this.seed = el("input", { type: "number", min: "0", step: "1", placeholder: "any", "aria-label": "seed", title: "the same words and seed are the same world" });
     this.image = el("input", { type: "file", accept: "image/png,image/jpeg,image/webp", "aria-label": "start image" });
     this.begin = el("button", { class: "primary" }, "Begin");
+    const decoder = this.feed.hello?.about.decoder ?? "";
+    this.decoder = decoder.startsWith("tiny") ? el("p", { class: "muted decoder" }, `Decoder: ${decoder}.`) : "";
     this.note = el("p", { class: "muted" });
     this.form = el("form", { class: "begin", onsubmit: (event) => this.submit(event) }, this.prompt,
       el("div", { class: "side" }, el("label", {}, "Seed", this.seed),
@@ -34,7 +36,7 @@ export class Studio {
     this.others = el("p", { class: "muted" });
     this.grid = el("div", { class: "players" });
     this.element = el("div", { class: "studio" },
-      el("section", { class: "card" }, el("h2", {}, "A world in words", el("small")), this.form, this.examples, this.note, this.others), this.grid);
+      el("section", { class: "card" }, el("h2", {}, "A world in words", el("small")), this.form, this.examples, this.decoder, this.note, this.others), this.grid);
     this.prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey) this.submit(event);
     });
