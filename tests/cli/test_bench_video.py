@@ -49,7 +49,10 @@ def test_viewers_ask_at_their_own_pace_and_who_waits_longer_than_a_block_plays_i
 
 def test_what_is_not_measured_of_video_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
-        (["--model", "tiny-video", "--parts", "parking"], "--parts: of causal video ticks, sessions, baseline, paced"),
+        (
+            ["--model", "tiny-video", "--parts", "parking"],
+            "--parts: of causal video ticks, sessions, baseline, paced, export",
+        ),
         (["--model", "tiny-video", "--find"], "--find: is for viewers at their own pace; give --parts paced"),
         (["--model", "tiny-video", "--observe", "0.1", "--parts", "paced"], "--observe: is for robots"),
         (["--model", "tiny-video", "--preset", "longlive"], "--preset"),

@@ -193,11 +193,11 @@ class SessionTable:
         if end is not None:
             self.ends.settle(owner, session_id)  # its client is being told right now
             raise SessionNotFound(
-                f"session {session_id} has ended: {end.text}; the next request for it starts a new history"
+                f"session {disowned(session_id, owner)} has ended: {end.text}; the next request for it starts a new history"
             )
         if asked.resume:
             raise SessionNotFound(
-                f"session {session_id} is not known here (was the server restarted?); a request without "
+                f"session {disowned(session_id, owner)} is not known here (was the server restarted?); a request without "
                 "`resume` starts a new history"
             )
 
@@ -226,7 +226,8 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is None:
             end = self.ends.find(owner, session_id)
-            raise SessionNotFound(f"session {session_id} " + (f"has ended: {end.text}" if end else "is not known here"))
+            known_as = disowned(session_id, owner)
+            raise SessionNotFound(f"session {known_as} " + (f"has ended: {end.text}" if end else "is not known here"))
         return entry
 
     def of(self, owner: str) -> list[Entry]:
@@ -269,7 +270,9 @@ class SessionTable:
         async with self._opening.setdefault(session_id, asyncio.Lock()):
             entry = self._entries.get(session_id)
             if entry is not None and asked is None:
-                raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+                raise BadRequest(
+                    f"session_id: {disowned(session_id, owner)!r} is open already; close it or choose another"
+                )
             if entry is not None:
                 return entry
             if asked is not None:
