@@ -202,7 +202,14 @@ class FakePolicySession:
         if self.is_closed:
             raise SessionNotFound(f"session {self.session_id} is closed")
         busy = self.pending is not None
-        return {"state": "live", "busy": busy, "frames_seen": self.num_ticks, "blocks": 0, "bytes_parked": 0}
+        return {
+            "state": "live",
+            "busy": busy,
+            "frames_seen": self.num_ticks,
+            "blocks": 0,
+            "bytes_parked": 0,
+            "inexact": None,
+        }
 
     def reset(self) -> Future[None]:
         self._end_tick("was reset")

@@ -98,7 +98,14 @@ class CountingSession:
         if self.ended_by_engine:
             raise SessionNotFound(f"session {self.session_id} is closed")
         busy = self._tick is not None
-        return {"state": "live", "busy": busy, "frames_seen": self.num_ticks, "blocks": 0, "bytes_parked": 0}
+        return {
+            "state": "live",
+            "busy": busy,
+            "frames_seen": self.num_ticks,
+            "blocks": 0,
+            "bytes_parked": 0,
+            "inexact": None,
+        }
 
     def reset(self) -> Future[None]:
         if self.ended_by_engine:

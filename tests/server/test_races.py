@@ -132,7 +132,7 @@ class Imagining(FakePolicy):
 
 class ImaginingSession(FakePolicySession):
     def describe(self):
-        return {"state": "live", "busy": False, "frames_seen": 0, "blocks": 0, "bytes_parked": 0}
+        return {"state": "live", "busy": False, "frames_seen": 0, "blocks": 0, "bytes_parked": 0, "inexact": None}
 
     def imagine(self, seed):
         from concurrent.futures import Future
