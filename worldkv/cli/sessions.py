@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypedDict
 from urllib.parse import quote, urlencode
 
 from worldkv.cli.common import add_server_address
@@ -27,6 +27,18 @@ _ACTIONS = ("list", "export", "import")
 _PAGE = "/v1/sessions"
 _PIECE = 1 << 20
 _PATIENCE_S = 630.0  # a server waits up to ten minutes for the tick in flight
+
+
+class _State(TypedDict):
+    """What is read of a server's SessionState."""
+
+    session_id: str
+    state: str
+    busy: bool
+    frames_seen: int
+    idle_s: float
+    inexact: str | None
+
 
 MORE = (
     "Without more, or with list: which are open. `export ID` writes a session to a file, as its last tick left it,\n"
@@ -67,7 +79,8 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 
 def _list(route: Route, arguments: argparse.Namespace) -> None:
-    found = _asked(route, arguments, _PAGE)["sessions"]
+    with _answered(route, arguments, _PAGE) as answer:
+        found: list[_State] = json.loads(answer.read())["sessions"]
     print(count(len(found), "open session"))
     for each in found:
         note = "" if each["inexact"] is None else f"; not exact: {each['inexact']}"
@@ -112,7 +125,7 @@ def _import(route: Route, arguments: argparse.Namespace) -> None:
         body = _Sent(file, path.stat().st_size, step)
         page = f"{_PAGE}/import?{query}"
         with _answered(route, arguments, page, "POST", body) as answer:
-            state = json.loads(answer.read())
+            state: _State = json.loads(answer.read())
     exactly = "bit for bit" if state["inexact"] is None else f"not exactly: {state['inexact']}"
     print(f"session {state['session_id']}: goes on after {count(state['frames_seen'], 'frame')}, {exactly}")
 
@@ -127,12 +140,6 @@ class _Sent:
         piece = self._file.read(max(size, _PIECE) if size > 0 else size)
         self._step(self._file.tell(), self.num_bytes)
         return piece
-
-
-def _asked(route: Route, arguments: argparse.Namespace, page: str) -> dict[str, Any]:
-    with _answered(route, arguments, page) as answer:
-        said: dict[str, Any] = json.loads(answer.read())
-        return said
 
 
 @contextmanager

@@ -186,18 +186,16 @@ class SessionTable:
         return entry.ends_at(self._config.session_grace_s, self._config.session_idle_s)
 
     def _refuse_silent_restart(self, session_id: str, owner: str, asked: Asked) -> None:
-        end = self.ends.find(owner, session_id)
+        end, name = self.ends.find(owner, session_id), disowned(session_id, owner)
         gap = self._config.episode_gap_s
         if asked.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
             return
         if end is not None:
             self.ends.settle(owner, session_id)  # its client is being told right now
-            raise SessionNotFound(
-                f"session {disowned(session_id, owner)} has ended: {end.text}; the next request for it starts a new history"
-            )
+            raise SessionNotFound(f"session {name} has ended: {end.text}; the next request for it starts a new history")
         if asked.resume:
             raise SessionNotFound(
-                f"session {disowned(session_id, owner)} is not known here (was the server restarted?); a request without "
+                f"session {name} is not known here (was the server restarted?); a request without "
                 "`resume` starts a new history"
             )
 
