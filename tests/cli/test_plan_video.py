@@ -66,7 +66,7 @@ def test_no_option_of_robots_is_taken_and_ignored(tmp_path: Path, capsys: pytest
     for command, option in (
         (["plan", "--model", "longlive-1.3b", "--window-policy", "slide"], "--window-policy"),
         (["bench", "--model", "tiny-video", "--url", "ws://gpu-box"], "--url"),
-        (["bench", "--model", "tiny-video", "--observe", "3"], "--observe"),
+        (["bench", "--model", "tiny-video", "--parts", "paced", "--observe", "1"], "--observe"),
         (["serve", str(folder), "--port", "0", "--record", str(tmp_path / "records")], "--record"),
     ):
         assert main(command) == 2

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from worldkv.models.dreamzero.checkpoint import Checkpoint, load_encoders  # noqa: E402
 from worldkv.models.wan.encoders import WanVAE  # noqa: E402
-from worldkv.models.wan.fused_vae import fuse_vae, norm_activate_pad  # noqa: E402
+from worldkv.models.wan.fused_vae import fuse_vae, norm_activate_pad, twice_as_large  # noqa: E402
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
@@ -86,18 +86,31 @@ def test_of_a_batch_each_video_is_encoded_for_itself(fused: WanVAE) -> None:
     st.integers(0, 2),
     st.tuples(st.just(2), st.integers(0, 1), st.integers(0, 1)),
     st.booleans(),
+    st.booleans(),
 )
 def test_one_step_before_a_convolution_is_the_steps_it_replaces(
-    batch: int, channels: int, frames: int, tail_frames: int, sides: tuple[int, int, int], norms: bool
+    batch: int, channels: int, frames: int, tail_frames: int, sides: tuple[int, int, int], norms: bool, biased: bool
 ) -> None:
     x, tail = torch.randn(batch, channels, frames, 3, 4), torch.randn(batch, channels, tail_frames, 3, 4)
     gamma = torch.randn(channels) if norms else None
+    bias = torch.randn(channels) if biased else None
 
     def stepwise(part: torch.Tensor) -> torch.Tensor:
+        if bias is not None:
+            part = part + bias[:, None, None, None]
         if gamma is None:
             return part
         return F.silu(F.normalize(part, dim=1) * channels**0.5 * gamma[:, None, None, None])
 
     joined = torch.cat([stepwise(tail), stepwise(x)], dim=2)
     expected = F.pad(joined, (sides[2],) * 2 + (sides[1],) * 2 + (sides[0] - tail_frames, 0))
-    torch.testing.assert_close(norm_activate_pad(x, tail if tail_frames else None, gamma, sides), expected)
+    torch.testing.assert_close(norm_activate_pad(x, tail if tail_frames else None, gamma, sides, bias), expected)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_enlarging_is_the_steps_that_it_replaces(batch: int, channels: int, frames: int, interleaved: bool) -> None:
+    x = torch.randn(batch, (2 if interleaved else 1) * channels, frames, 3, 4)
+    video = x if not interleaved else torch.stack(x.chunk(2, dim=1), dim=3).flatten(2, 3)
+    expected = video.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4).transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(twice_as_large(x, interleaved=interleaved), expected)

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from worldkv.bench.baseline import attend
+from worldkv.bench.paced import Figures
 from worldkv.bench.timing import timed
 from worldkv.models.causal_wan.config import CausalWanConfig
 from worldkv.models.wan.dit import Block, WanDiT, layer_norm
@@ -86,7 +87,7 @@ class PlainVideo:
         return updated
 
 
-def measure_plain_video(dit: WanDiT, config: CausalWanConfig, sizes: VAESizes) -> dict[str, float]:
+def measure_plain_video(dit: WanDiT, config: CausalWanConfig, sizes: VAESizes) -> Figures:
     """Milliseconds on the device of a block's DiT and of its decoding, the window full; see the module."""
     video = PlainVideo(dit, config)
     for _ in range(config.blocks.held_frames // config.blocks.frames_per_block):

@@ -28,22 +28,24 @@ from worldkv.kv.cache import KVCache
 from worldkv.load import start_engine
 from worldkv.models.causal_wan.checkpoint import load
 from worldkv.models.causal_wan.folder import Choices, chosen
-from worldkv.models.causal_wan.inputs import Block, BlockRequest, State
 from worldkv.models.causal_wan.model import CausalWan
 from worldkv.models.causal_wan.random import write_random_causal_wan
 from worldkv.models.causal_wan.true_size import random_model
 from worldkv.models.wan.config import VAE_TEMPORAL_STRIDE
 from worldkv.models.wan.fused import Precision
 from worldkv.models.wan.graphs import accelerate
+from worldkv.models.wan.tokenizer import Tokens
+from worldkv.videos.program import VideoBlock, VideoMaker, VideoState
+from worldkv.videos.request import VideoRequest
 
 _BLOCKS = 4  # that are counted, once the window is full
 
 
 @dataclass(frozen=True)
 class VideoBench:
-    """An engine over random weights, and what watches it."""
+    """An engine over random weights, and what watches it. Blocks take words and come as pictures in host memory."""
 
-    engine: Engine[BlockRequest, State, Block]
+    engine: Engine[VideoRequest, VideoState, VideoBlock]
     model: CausalWan
     executor: TimedExecutor
 
@@ -59,42 +61,60 @@ class VideoBench:
         return VAE_TEMPORAL_STRIDE * self.model.config.blocks.frames_per_block
 
 
-def build_video_engine(
+@dataclass(frozen=True)
+class _Tokens:
+    """Of as many words as a prompt has; ids follow from the words alone."""
+
+    text_len: int
+
+    def encode(self, text: str) -> Tokens:
+        ids = np.zeros((1, self.text_len), dtype=np.int64)
+        words = text.split()[: self.text_len]
+        ids[0, : len(words)] = [5 + sum(word.encode()) % 50 for word in words]
+        return ids, (ids > 0).astype(np.int64)
+
+
+def random_video_model(
     name: str,
     choices: Choices,
-    config: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
     *,
     precision: Precision = "model",
     progress: Callable[[str], None] = lambda _: None,
-) -> VideoBench:
+) -> CausalWan:
     """A window that nothing leaves would end a session: it is taken as one of as many frames that slides."""
     forget_ended_engines(device)
     if name == TINY_VIDEO:
         with tempfile.TemporaryDirectory() as folder:
             made, height, width = write_random_causal_wan(Path(folder) / "random"), choices.height, choices.width
-            model = load(made, device=device, dtype=dtype, precision=precision, height=height or 32, width=width or 48)
-    else:
-        wanted = chosen(VIDEO_MODELS[name](), choices)
-        if wanted.blocks.window_frames == -1:
-            wanted = replace(wanted, blocks=replace(wanted.blocks, window_frames=wanted.blocks.held_frames))
-        model = random_model(wanted, VIDEO_ENCODERS, device=device, dtype=dtype, progress=progress)
-        accelerate(model.dit, precision)
-        model.encoders.vae.accelerate()
+            return load(made, device=device, dtype=dtype, precision=precision, height=height or 32, width=width or 48)
+    wanted = chosen(VIDEO_MODELS[name](), choices)
+    if wanted.blocks.window_frames == -1:
+        wanted = replace(wanted, blocks=replace(wanted.blocks, window_frames=wanted.blocks.held_frames))
+    model = random_model(wanted, VIDEO_ENCODERS, device=device, dtype=dtype, progress=progress)
+    accelerate(model.dit, precision)
+    model.encoders.vae.accelerate()
+    return model
+
+
+def build_video_engine(model: CausalWan, config: EngineConfig) -> VideoBench:
     executors: list[TimedExecutor] = []
 
     def timed(cache: KVCache) -> TimedExecutor:
-        executors.append(TimedExecutor(cast("Model", model), cache, alone=config.batch_invariant))
+        executors.append(TimedExecutor(cast("Model", maker), cache, alone=config.batch_invariant))
         return executors[-1]
 
-    return VideoBench(start_engine(model, config, device, dtype, make_executor=timed), model, executors[-1])
+    device, dtype = torch.device(model.dit.device), model.dit.dtype
+    maker = VideoMaker(model, _Tokens(model.config.dit.text_len))
+    forget_ended_engines(device)
+    return VideoBench(start_engine(maker, config, device, dtype, make_executor=timed), model, executors[-1])
 
 
 def measure_blocks(bench: VideoBench, ceiling: float) -> Figures:
     """One session alone: each block until the window is full, then a few more, whose median is told. `ceiling`: TFLOP/s
     of the machine's matrix products."""
-    session, request = bench.engine.open_session(), bench.model.fake_inputs(first=True)
+    session, request = bench.engine.open_session(), VideoRequest("a street in the rain")
     dit: list[float] = []
     decode: list[float] = []
     whole: list[float] = []
@@ -102,7 +122,6 @@ def measure_blocks(bench: VideoBench, ceiling: float) -> Figures:
         with bench.executor.watched() as watches:
             started = time.perf_counter()
             bench.engine.submit(session, request).result()
-            _settle(bench)
             whole.append(1e3 * (time.perf_counter() - started))
         dit.append(1e3 * sum(watch.seconds() for watch in watches["forward"]))
         decode.append(1e3 * sum(watch.seconds() for watch in watches["decode"]))
@@ -126,7 +145,7 @@ def measure_video_sessions(bench: VideoBench, counts: Sequence[int]) -> Iterator
     """So many sessions, each asking for its next block when it has one: time from block to block, windows full."""
     for count in counts:
         sessions = [bench.engine.open_session() for _ in range(count)]
-        requests = [replace(bench.model.fake_inputs(first=True), seed=number) for number in range(count)]
+        requests = [VideoRequest("a street in the rain", seed=number) for number in range(count)]
         with ThreadPoolExecutor(count) as viewers:
             seen = list(viewers.map(partial(_blocks_seen, bench), sessions, requests))
         intervals = [1e3 * float(each) for times in seen for each in np.diff(times)]
@@ -141,7 +160,7 @@ def measure_video_sessions(bench: VideoBench, counts: Sequence[int]) -> Iterator
         }
 
 
-def _blocks_seen(bench: VideoBench, session: SessionHandle, request: BlockRequest) -> list[float]:
+def _blocks_seen(bench: VideoBench, session: SessionHandle, request: VideoRequest) -> list[float]:
     """When a viewer has its last block before the counted ones, and each of these; seconds."""
     times = []
     for _ in range(bench.blocks_to_fill + 1 + _BLOCKS):
@@ -157,8 +176,3 @@ def flops_of_block(model: CausalWan) -> float:
     keys = blocks.held_frames * model.config.frame_tokens + config.text_len
     products = 2 * queries * (6 * config.dim**2 + 2 * config.dim * config.ffn_dim)
     return float((len(blocks.steps) + 1) * config.num_layers * (products + 4 * queries * keys * config.dim))
-
-
-def _settle(bench: VideoBench) -> None:
-    if bench.executor.device.type == "cuda":
-        torch.cuda.synchronize(bench.executor.device)

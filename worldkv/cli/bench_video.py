@@ -14,8 +14,14 @@ from worldkv.bench.exports import measure_exports
 from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.plain_video import measure_plain_video
 from worldkv.bench.timing import matrix_ceiling
-from worldkv.bench.videos import VideoBench, build_video_engine, measure_blocks, measure_video_sessions
-from worldkv.bench.viewers import PICTURES_PER_S, measure_first_pictures, measure_viewers
+from worldkv.bench.videos import (
+    VideoBench,
+    build_video_engine,
+    measure_blocks,
+    measure_video_sessions,
+    random_video_model,
+)
+from worldkv.bench.viewers import measure_first_pictures, measure_viewers
 from worldkv.cli.bench_choices import ROBOTS, SESSIONS, expect_no_pace
 from worldkv.cli.bench_paced import by_robots
 from worldkv.cli.bench_told import told_exports
@@ -24,6 +30,7 @@ from worldkv.cli.errors import UsageError
 from worldkv.cli.video import OF_VIDEO
 from worldkv.engine.config import EngineConfig
 from worldkv.models.causal_wan.folder import Choices
+from worldkv.videos.program import FRAMES_PER_SECOND
 
 _PARTS = ("ticks", "sessions", "baseline", "paced", "export")
 _OF_ONE_ENGINE = ("ticks", "sessions", "baseline")  # paced takes a fresh one for each number of viewers
@@ -51,15 +58,18 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> Figu
         "precision": arguments.precision,
     }
 
-    def engine(max_sessions: int) -> VideoBench:
-        config = EngineConfig(block_size=arguments.block_size, max_sessions=max_sessions, attention=arguments.attention)
-        bench = build_video_engine(arguments.model, choices, config, device, dtype, precision=arguments.precision)
-        video = bench.model.config
-        results.update(pixels=[video.height, video.width], window_frames=video.blocks.held_frames)
-        return bench
-
     with torch.no_grad():
         results["matrix_tflops"] = round(matrix_ceiling(device, dtype), 4)
+        began = time.perf_counter()
+        model = random_video_model(arguments.model, choices, device, dtype, precision=arguments.precision)
+        print(f"{arguments.model} with random weights, made in {time.perf_counter() - began:.0f} s", flush=True)
+        video = model.config
+        results |= {"pixels": [video.height, video.width], "window_frames": video.blocks.held_frames}
+
+        def engine(max_sessions: int) -> VideoBench:
+            rest = {"block_size": arguments.block_size, "attention": arguments.attention}
+            return build_video_engine(model, EngineConfig(max_sessions=max_sessions, **rest))
+
         if set(parts) & set(_OF_ONE_ENGINE):
             counts = _SESSIONS if arguments.sessions == SESSIONS else arguments.sessions
             _measure_one(engine(max(counts) if "sessions" in parts else 1), parts, counts, results)
@@ -88,6 +98,7 @@ def _measure_one(bench: VideoBench, parts: tuple[str, ...], counts: list[int], r
         began = time.perf_counter()
         bench.engine.warm_up()
         results["warm_up_s"] = round(time.perf_counter() - began, 1)
+        print(f"ready after {results['warm_up_s']} s", flush=True)
         if "ticks" in parts:
             results["ticks"] = _ticks(measure_blocks(bench, results["matrix_tflops"]), results["model"])
             results["first"] = measured = measure_first_pictures(bench)
@@ -135,7 +146,7 @@ def _sessions(bench: VideoBench, counts: list[int]) -> list[Figures]:
 def _paced(arguments: argparse.Namespace, engine: Callable[[int], VideoBench]) -> Figures:
     def measure(num_viewers: int, pace: Pace) -> Figures:
         bench = engine(num_viewers)
-        period_s = arguments.period or bench.frames_per_block / PICTURES_PER_S
+        period_s = arguments.period or bench.frames_per_block / FRAMES_PER_SECOND
         return measure_viewers(bench, num_viewers, replace(pace, period_s=period_s))
 
     return by_robots(arguments, measure, _VIEWERS if arguments.robots == ROBOTS else arguments.robots, "viewers")

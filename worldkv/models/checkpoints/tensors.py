@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from worldkv.errors import CheckpointError
 from worldkv.models.checkpoints.dtypes import StoredDtype
@@ -141,3 +142,15 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError, RuntimeError) as error:  # changed since its header was read, or no room to map it
         raise CheckpointError(f"{path} cannot be opened: {one_line(error)}") from error
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one small file, .safetensors or .pth. Raises CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file")
+    if path.suffix in PTH_SUFFIXES:
+        return dict(PthFile(path).tensors)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
