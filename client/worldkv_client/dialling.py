@@ -12,9 +12,11 @@ import inspect
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Protocol, cast
 from urllib.parse import unquote, urlsplit
 
 from websockets.exceptions import InvalidHandshake
@@ -26,6 +28,30 @@ from worldkv_client.address import ServerAddress
 AUTO = "auto"
 _SCHEMES = ("http", "https", "socks4", "socks4a", "socks5", "socks5h")
 _TAKES_PROXY = "proxy" in inspect.signature(connect).parameters  # since websockets 15, which then asks the environment
+
+
+class Body(Protocol):
+    """What is sent: a file, say."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+class Answer:
+    """What came over a route, to be read once."""
+
+    def __init__(self, response: Any, route: Route) -> None:
+        self._response, self._route = response, route
+        self.status: int = response.status
+        length = response.headers.get("content-length")
+        self.num_bytes: int | None = None if length is None else int(length)
+
+    def read(self, size: int | None = None) -> bytes:
+        """The next bytes, up to `size`; empty at the end. Raises OSError where the connection breaks."""
+        try:
+            data: bytes = self._response.read(size)
+        except (OSError, HTTPException) as error:
+            raise self._route._broken(error) from error
+        return data
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,26 @@ class Route:
         self, page: str, *, api_key: str | None = None, method: str = "GET", timeout: float = 10.0
     ) -> tuple[int, bytes]:
         """(status, body), whatever the status. Raises OSError where nothing answers."""
-        request = urllib.request.Request(self.address.http(page), method=method)
+        with self.exchange(page, api_key=api_key, method=method, timeout=timeout) as answer:
+            return answer.status, answer.read()
+
+    @contextmanager
+    def exchange(
+        self,
+        page: str,
+        *,
+        api_key: str | None = None,
+        method: str = "GET",
+        body: Body | None = None,
+        num_bytes: int = 0,
+        timeout: float = 10.0,
+    ) -> Iterator[Answer]:
+        """The answer, whatever its status, to be read piece by piece. `body`: of `num_bytes`, read as it is sent.
+        `timeout`: in seconds, of each wait. Raises OSError where nothing answers, or the connection breaks inside."""
+        request = urllib.request.Request(self.address.http(page), data=cast(Any, body), method=method)
+        if body is not None:
+            request.add_header("Content-Type", "application/octet-stream")
+            request.add_header("Content-Length", str(num_bytes))
         if api_key:
             request.add_header("Authorization", f"Api-Key {api_key}")
         if self.proxy is not None:
@@ -107,14 +152,17 @@ class Route:
         handlers = [urllib.request.HTTPSHandler(context=self._trust())] if self.address.secure else []
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
         try:
-            with opener.open(request, timeout=timeout) as answer:
-                return answer.status, answer.read()
+            answer = opener.open(request, timeout=timeout)
         except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
+            answer = error
         except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or error or type(error).__name__
-            raise OSError(f"{reason}{self._way}{self.advice}") from error
+            raise self._broken(error) from error
+        with answer:
+            yield Answer(answer, self)
+
+    def _broken(self, error: Exception) -> OSError:
+        reason = getattr(error, "reason", None) or error or type(error).__name__
+        return OSError(f"{reason}{self._way}{self.advice}")
 
     def _trust(self) -> ssl.SSLContext:
         try:

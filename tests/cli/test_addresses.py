@@ -14,6 +14,7 @@ COMMANDS = {
     "top": ["top", "--once"],
     "doctor": ["doctor"],
     "film": ["film", "--session", "arm"],
+    "sessions": ["sessions", "list"],
     "replay": ["replay", "--clip", "clip"],
     "bench": ["bench"],
 }

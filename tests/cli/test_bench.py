@@ -96,3 +96,19 @@ def test_true_sizes_have_the_true_number_of_tensors_and_pixels() -> None:
     model = random_model(dreamzero_14b(), device="meta", dtype=torch.bfloat16)
     assert len(list(model.dit.parameters())) == 1317
     assert sum(p.numel() for p in model.encoders.text.module.parameters()) > 5e9
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-video"])
+def test_a_session_that_leaves_and_comes_back_is_measured_with_and_without_its_pages(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", model, "--device", "cpu", "--parts", "export", "--block-size", "16"]
+    assert main(["bench", *options, "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    measured = json.loads(out.splitlines()[-1])["export"]
+    pages, compact = measured["pages"], measured["compact"]
+    assert 0 < 4 * compact["bytes"] < pages["bytes"]
+    assert pages["inexact"] is None
+    assert compact["inexact"] is None
+    assert all(each["leave_s"] >= 0 and each["back_s"] > 0 for each in (pages, compact, measured["parking"]))
+    assert out.count(" back; exact\n") == 3

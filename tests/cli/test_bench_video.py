@@ -57,7 +57,10 @@ def test_the_tiny_decoder_is_measured_and_named(tmp_path: Path, capsys: pytest.C
 
 def test_what_is_not_measured_of_video_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
-        (["--model", "tiny-video", "--parts", "parking"], "--parts: of causal video ticks, sessions, baseline, paced"),
+        (
+            ["--model", "tiny-video", "--parts", "parking"],
+            "--parts: of causal video ticks, sessions, baseline, paced, export",
+        ),
         (["--model", "tiny-video", "--tiny-decoder", "x.pth"], "--tiny-decoder: expected random"),
         (["--model", "tiny-video", "--find"], "--find: is for viewers at their own pace; give --parts paced"),
         (["--model", "tiny-video", "--observe", "0.1", "--parts", "paced"], "--observe: is for robots"),

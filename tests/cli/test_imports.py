@@ -63,6 +63,7 @@ def imported(*arguments: str) -> tuple[int, set[str], str]:
         (["demo", "--ticks", "0"], 2, "--ticks: expected"),
         (["top", "--url", "ws://127.0.0.1:9"], 1, "127.0.0.1:9"),
         (["film", "--url", "ws://127.0.0.1:9", "--session", "x"], 1, "127.0.0.1:9"),
+        (["sessions", "--url", "ws://127.0.0.1:9"], 1, "127.0.0.1:9"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

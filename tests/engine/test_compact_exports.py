@@ -295,3 +295,25 @@ def test_what_a_rebuild_needs_lies_on_the_host() -> None:
     assert sum(each.shape[1] for each in past.observed) <= engine.core.cache.spec.window.max_chunks
     assert all(each.device.type == "cpu" for each in past.observed)
     engine.shutdown()
+
+
+def test_what_sessions_remember_takes_of_the_host_s_room_for_parked_ones() -> None:
+    engine = make_engine("ti2v", block_size=16, max_sessions=2, max_parked_bytes=1 << 30)
+    session, residency = engine.open_session(), engine.core.residency
+    assert engine.inspect(lambda _: residency.bytes_parked) == 0
+    for number in range(3):
+        tick(engine, session, number)
+    export = engine.export(session, compact=True)
+    held = engine.inspect(lambda _: residency.bytes_parked)
+    assert held == sum(piece.nbytes for piece in export.pieces)
+    engine.park(session)
+    assert engine.inspect(lambda _: residency.bytes_parked) == held + engine.describe(session).bytes_parked
+    residency._config = replace(residency._config, max_parked_bytes=residency.bytes_parked)
+    with pytest.raises(AdmissionRefused, match=r"no room on the host .* larger max_parked_bytes"):
+        engine.export(session, compact=True)
+    residency._config = replace(residency._config, max_parked_bytes=residency.bytes_parked + held)
+    for _ in range(2):
+        assert engine.export(session, compact=True).to_bytes() == export.to_bytes(), "room was not given back"
+    engine.close(session, "done").result()
+    assert engine.inspect(lambda _: residency.bytes_parked) == 0
+    engine.shutdown()

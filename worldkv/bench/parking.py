@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from worldkv.bench.paced import Figures
-from worldkv.bench.ticks import TICKS_PER_WINDOW, make_inputs
+from worldkv.bench.ticks import TICKS_PER_WINDOW, fill_window, make_inputs
 from worldkv.bench.watching import Bench
 from worldkv.engine.engine import SessionHandle
 
@@ -17,9 +17,7 @@ def measure_parking(bench: Bench, windows: int = 2) -> Figures:
     """Ticks of one session through whole windows, in milliseconds: alone, then beside a full one that is parked and
     comes back all the time. The engine has room for these two, so that host memory is pinned ahead as in a full pool.
     """
-    active, moved = bench.engine.open_session(), bench.engine.open_session()
-    for tick in range(TICKS_PER_WINDOW):
-        bench.tick(moved, make_inputs(bench.model, tick, first=tick == 0))
+    active, moved = bench.engine.open_session(), fill_window(bench)
     first_ms = _ticks(bench, active, 1)  # host memory is pinned meanwhile
     alone_ms = _ticks(bench, active, windows)
     parks: list[float] = []

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from worldkv.bench.watching import Bench
+from worldkv.engine.engine import SessionHandle
 from worldkv.models.base import WorldModel
 from worldkv.models.dreamzero.config import DreamZeroConfig
 from worldkv.models.dreamzero.model import State
@@ -30,6 +31,14 @@ def make_inputs(model: WorldModel[TickInputs, State, TickResult], seed: int, *, 
         frames=rng.integers(0, 256, fake.frames.shape, dtype=np.uint8),
         state=rng.uniform(-1, 1, fake.state.shape),
     )
+
+
+def fill_window(bench: Bench) -> SessionHandle:
+    """A session with as much history as ticks read."""
+    session = bench.engine.open_session()
+    for tick in range(TICKS_PER_WINDOW):
+        bench.tick(session, make_inputs(bench.model, tick, first=tick == 0))
+    return session
 
 
 def measure_window(bench: Bench) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from worldkv.cli.bench_choices import (
     is_compared,
 )
 from worldkv.cli.bench_paced import measure_engines, measure_servers
+from worldkv.cli.bench_told import told_exports
 from worldkv.cli.common import (
     add_attention,
     add_block_size,
@@ -68,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=PARTS,
         default=AT_ONCE,
         metavar="PART",
-        help=f"of {', '.join(PARTS)} (all but paced and parking)",
+        help=f"of {', '.join(PARTS)} (all but paced, parking and export)",
     )
     many = f"at once, for the part of that name ({' '.join(map(str, SESSIONS))})"
     parser.add_argument("--sessions", type=whole(1), nargs="+", default=SESSIONS, metavar="N", help=many)
@@ -143,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
             results["paced"] = measure_engines(arguments, partial(_engine, arguments, device, dtype))
         if "parking" in arguments.parts:
             results["parking"] = _parking(arguments, device, dtype)
+        if "export" in arguments.parts:
+            results["export"] = _export(arguments, device, dtype)
         if set(arguments.parts) - {"attention", *OWN_ENGINE}:
             _measure_engine(arguments, device, dtype, results)
     return _leave(arguments.output, results)
@@ -194,6 +197,20 @@ def _parking(arguments: argparse.Namespace, device: torch.device, dtype: torch.d
         f"({measured['worst_ratio']} of alone at most), while host memory is pinned {measured['pinning_ms']}"
     )
     return measured
+
+
+def _export(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Figures:
+    """Of a session whose window is full."""
+    from worldkv.bench.exports import measure_exports
+    from worldkv.bench.ticks import fill_window
+
+    config = EngineConfig(block_size=arguments.block_size, max_sessions=2, attention=arguments.attention)
+    bench = _engine(arguments, device, dtype, config)
+    try:
+        bench.engine.warm_up()
+        return told_exports(measure_exports(bench.engine, fill_window(bench)))
+    finally:
+        bench.engine.shutdown()
 
 
 def _attention(arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -10,8 +10,20 @@ from worldkv.cli.errors import UsageError
 from worldkv.engine.config import EngineConfig
 from worldkv_client import ServerAddress
 
-PARTS = ("attention", "ticks", "sessions", "paced", "parking", "steady", "profile", "memory", "baseline", "fp8")
-OWN_ENGINE = ("paced", "parking")  # each makes an engine of its own, and paced takes a minute for each number of robots
+PARTS = (
+    "attention",
+    "ticks",
+    "sessions",
+    "paced",
+    "parking",
+    "export",
+    "steady",
+    "profile",
+    "memory",
+    "baseline",
+    "fp8",
+)
+OWN_ENGINE = ("paced", "parking", "export")  # each makes one; paced takes a minute for each number of robots
 COMPARED = ("baseline", "fp8")  # with the default steps in the model's own precision
 AT_ONCE = tuple(part for part in PARTS if part not in OWN_ENGINE)
 SESSIONS = [1, 2, 4, 8, 16, 32, 64]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from worldkv.bench.exports import measure_exports
 from worldkv.bench.paced import Figures, Pace
 from worldkv.bench.plain_video import measure_plain_video
 from worldkv.bench.timing import matrix_ceiling
@@ -23,14 +24,16 @@ from worldkv.bench.videos import (
 from worldkv.bench.viewers import measure_first_pictures, measure_viewers
 from worldkv.cli.bench_choices import ROBOTS, SESSIONS, expect_no_pace
 from worldkv.cli.bench_paced import by_robots
+from worldkv.cli.bench_told import told_exports
 from worldkv.cli.common import check_precision, choose_device, choose_dtype
 from worldkv.cli.errors import UsageError
 from worldkv.cli.video import OF_VIDEO
 from worldkv.engine.config import EngineConfig
 from worldkv.models.causal_wan.folder import Choices
 from worldkv.videos.program import FRAMES_PER_SECOND
+from worldkv.videos.request import VideoRequest
 
-_PARTS = ("ticks", "sessions", "baseline", "paced")
+_PARTS = ("ticks", "sessions", "baseline", "paced", "export")
 _OF_ONE_ENGINE = ("ticks", "sessions", "baseline")  # paced takes a fresh one for each number of viewers
 _RANDOM = "random"
 _SESSIONS, _VIEWERS = [1, 2, 4], [1, 2, 3]  # where nobody says: one session fills a GPU
@@ -78,6 +81,8 @@ def run_video(arguments: argparse.Namespace, all_parts: tuple[str, ...]) -> Figu
         if set(parts) & set(_OF_ONE_ENGINE):
             counts = _SESSIONS if arguments.sessions == SESSIONS else arguments.sessions
             _measure_one(engine(max(counts) if "sessions" in parts else 1), parts, counts, results)
+        if "export" in parts:
+            results["export"] = _export(engine(2))
         if "paced" in parts:
             results["paced"] = _paced(arguments, engine)
     return results
@@ -118,6 +123,18 @@ def _measure_one(bench: VideoBench, parts: tuple[str, ...], counts: list[int], r
                 print(
                     f"  of the engine's: DiT {plain['dit_ratio']}, decoding {plain['decode_ratio']} times", flush=True
                 )
+    finally:
+        bench.engine.shutdown()
+
+
+def _export(bench: VideoBench) -> Figures:
+    """Of a session whose window is full, and which no frame has left."""
+    try:
+        bench.engine.warm_up()
+        session, request = bench.engine.open_session(), VideoRequest("a world that nobody sees")
+        for _ in range(bench.blocks_to_fill):
+            bench.engine.submit(session, request).result()
+        return told_exports(measure_exports(bench.engine, session))
     finally:
         bench.engine.shutdown()
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "Run a recorded session, or a three-camera clip, through a checkpoint.",
     "doctor": "From a robot's side: reach a server, check what it expects and what you send, measure, report.",
     "top": "A server's sessions and blocks in a terminal, live.",
+    "sessions": "A server's sessions: list them, write one to a file, go on from a file.",
     "film": "A running session as mp4: what it saw last beside what it expects next.",
     "download": "Fetch a published checkpoint by its repository's id, whole and ready to serve.",
     "inspect": "Say what a checkpoint folder holds and needs, without reading its weights.",

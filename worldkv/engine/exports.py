@@ -60,8 +60,14 @@ class Exports:
         saver = _saver(core.model)
         if compact:
             _rebuilder(core.model)
-            save = compact_maker(core.model, core.cache, session)
-            core.on_host(save, partial(_tell, core, answer))
+            num_bytes = core.residency.compact_bytes(session)
+            core.residency.lend(num_bytes)
+
+            def saved(export: SessionExport | Exception) -> None:
+                core.residency.lend(-num_bytes)
+                _tell(core, answer, export)
+
+            core.on_host(compact_maker(core.model, core.cache, session), saved)
             return
 
         def copied(leaving: Leaving | Exception) -> None:

@@ -92,6 +92,7 @@ class Residency:
         self._config = config
         self._transfers: set[Transfer] = set()
         self._is_pinned_ahead = False
+        self._bytes_lent = 0
         self.claims: list[Claim] = []
 
     @property
@@ -101,9 +102,21 @@ class Residency:
 
     @property
     def bytes_parked(self) -> int:
-        """On the host, or on the way there."""
-        parked = sum(s.bytes_parked for s in self._sessions)
-        return parked + sum(transfer.num_bytes for transfer in self._transfers)
+        """On the host, or on the way there; with what all sessions remember to be computed anew."""
+        held = sum(s.bytes_parked + self.compact_bytes(s) for s in self._sessions)
+        return held + self._bytes_lent + sum(transfer.num_bytes for transfer in self._transfers)
+
+    def compact_bytes(self, session: Session) -> int:
+        """See `States.compact_bytes`; counted once a state."""
+        if session.compact_bytes[0] is not session.state:
+            session.compact_bytes = session.state, self._states.compact_bytes(session.state)
+        return session.compact_bytes[1]
+
+    def lend(self, num_bytes: int) -> None:
+        """Host memory, until it is given back by as many bytes less. Raises AdmissionRefused where that is full."""
+        if num_bytes > 0:
+            self._expect_room_on_host(num_bytes)
+        self._bytes_lent += num_bytes
 
     def settle(self) -> None:
         """Grant or refuse the claims that can be; begin the copies that make room for the rest."""
@@ -153,8 +166,7 @@ class Residency:
         """Begin to move an idle session to the host. Raises AdmissionRefused where host memory is full."""
         session.take_back()
         num_bytes = self._num_bytes(session)
-        if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
-            raise AdmissionRefused(self._host_is_full(num_bytes))
+        self._expect_room_on_host(num_bytes)
         job, moved = begin_park(self._cache, session.kv), [(session.state, 0)]
 
         def copy() -> None:
@@ -189,8 +201,7 @@ class Residency:
         state, mark, leaving = session.state, self._cache.storage.mark(), []
         parked = session.parked
         num_bytes = 0 if parked is not None else self._num_bytes(session)
-        if self.bytes_parked + num_bytes > self._config.parked_bytes_limit:
-            raise AdmissionRefused(self._host_is_full(num_bytes))
+        self._expect_room_on_host(num_bytes)
         job = None if parked is not None else begin_park(self._cache, session.kv)
 
         def copy() -> None:
@@ -365,9 +376,11 @@ class Residency:
 
         self._on_host(partial(storage.pin_ahead, num_blocks), told)
 
-    def _host_is_full(self, num_bytes: int) -> str:
-        return (
-            f"no room on the host for a parked session of {num_bytes / 2**20:.3g} MiB: {self.bytes_parked / 2**20:.3g} "
-            f"of {self._config.parked_bytes_limit / 2**20:.3g} MiB are taken; close a session, or start with a larger "
-            f"max_parked_bytes"
-        )
+    def _expect_room_on_host(self, num_bytes: int) -> None:
+        """Raises AdmissionRefused."""
+        held, most = self.bytes_parked, self._config.parked_bytes_limit
+        if held + num_bytes > most:
+            raise AdmissionRefused(
+                f"no room on the host for a parked session of {num_bytes / 2**20:.3g} MiB: {held / 2**20:.3g} of "
+                f"{most / 2**20:.3g} MiB are taken; close a session, or start with a larger max_parked_bytes"
+            )

@@ -85,6 +85,7 @@ class Session:
     last_used: float = field(default_factory=time.monotonic)
     no_parking_before: float = 0.0  # seconds of time.monotonic; a copy failed a moment ago
     inexact: str | None = None  # see SessionInfo
+    compact_bytes: tuple[object, int] = (None, 0)  # a state of it, and what that takes: see `States.compact_bytes`
 
     @property
     def bytes_parked(self) -> int:

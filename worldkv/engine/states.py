@@ -1,11 +1,12 @@
-"""What sessions keep on the device beside their K/V, where a model says that they do: charged, and moved with it."""
+"""What sessions keep beside their K/V, where a model says that they do: on the device it is charged, and moved with it;
+on the host, what their history could be computed anew from counts against the room for parked sessions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worldkv.errors import ModelError
-from worldkv.models.base import KeepsTensors
+from worldkv.errors import BadRequest, ModelError
+from worldkv.models.base import KeepsTensors, RebuildsHistory
 
 if TYPE_CHECKING:
     from worldkv.kv.cache import KVCache
@@ -16,6 +17,7 @@ class States:
 
     def __init__(self, model: object, cache: KVCache) -> None:
         self._keeper = model if isinstance(model, KeepsTensors) else None
+        self._rebuilder = model if isinstance(model, RebuildsHistory) else None
         self._most = 0 if self._keeper is None else self._keeper.max_state_bytes
         if not isinstance(self._most, int) or self._most < 0:
             raise ModelError(f"{type(model).__name__}.max_state_bytes: expected bytes, got {self._most!r}")
@@ -37,6 +39,17 @@ class States:
             return self.num_bytes(state)
         except Exception:
             return self._most
+
+    def compact_bytes(self, state: object) -> int:
+        """Of a compact export: what its session remembers for that, on the host for the most part."""
+        if self._rebuilder is None:
+            return 0
+        from worldkv.models.saving import num_bytes  # here: it needs torch
+
+        try:
+            return num_bytes(self._rebuilder.compact(state))
+        except BadRequest:  # it rebuilds those of some models, and not of this one
+            return 0
 
     def to_host(self, state: object) -> object:
         """On any thread, and within `KVStorage.aside`: it waits for what made it."""

@@ -67,6 +67,17 @@ def _save(value: object, where: str, tensors: dict[str, torch.Tensor]) -> object
     return {each.name: _save(getattr(value, each.name), f"{where}.{each.name}", tensors) for each in fields(value)}
 
 
+def num_bytes(value: object) -> int:
+    """Of all tensors and arrays in a nest such as `save` takes, wherever they are."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(num_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(num_bytes, value))
+    return sum(num_bytes(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
+
+
 def load(saved: Saved, expected: type[T], known: Mapping[str, object], name: str = "state") -> T:
     """What `save` was given. `known`: names that the dataclasses' annotations use and their modules do not have.
 

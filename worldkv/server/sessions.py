@@ -186,18 +186,16 @@ class SessionTable:
         return entry.ends_at(self._config.session_grace_s, self._config.session_idle_s)
 
     def _refuse_silent_restart(self, session_id: str, owner: str, asked: Asked) -> None:
-        end = self.ends.find(owner, session_id)
+        end, name = self.ends.find(owner, session_id), disowned(session_id, owner)
         gap = self._config.episode_gap_s
         if asked.restart or (end is not None and gap is not None and self._now() - end.last_used > gap):
             return
         if end is not None:
             self.ends.settle(owner, session_id)  # its client is being told right now
-            raise SessionNotFound(
-                f"session {session_id} has ended: {end.text}; the next request for it starts a new history"
-            )
+            raise SessionNotFound(f"session {name} has ended: {end.text}; the next request for it starts a new history")
         if asked.resume:
             raise SessionNotFound(
-                f"session {session_id} is not known here (was the server restarted?); a request without "
+                f"session {name} is not known here (was the server restarted?); a request without "
                 "`resume` starts a new history"
             )
 
@@ -226,7 +224,8 @@ class SessionTable:
         entry = self._entries.get(session_id)
         if entry is None:
             end = self.ends.find(owner, session_id)
-            raise SessionNotFound(f"session {session_id} " + (f"has ended: {end.text}" if end else "is not known here"))
+            known_as = disowned(session_id, owner)
+            raise SessionNotFound(f"session {known_as} " + (f"has ended: {end.text}" if end else "is not known here"))
         return entry
 
     def of(self, owner: str) -> list[Entry]:
@@ -269,7 +268,9 @@ class SessionTable:
         async with self._opening.setdefault(session_id, asyncio.Lock()):
             entry = self._entries.get(session_id)
             if entry is not None and asked is None:
-                raise BadRequest(f"session_id: {session_id!r} is open already; close it or choose another")
+                raise BadRequest(
+                    f"session_id: {disowned(session_id, owner)!r} is open already; close it or choose another"
+                )
             if entry is not None:
                 return entry
             if asked is not None:
