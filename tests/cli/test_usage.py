@@ -211,7 +211,7 @@ echo "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        (["se"], ["serve"]),
+        (["se"], ["serve", "sessions"]),
         (["serve", "--episode"], ["--episode-gap"]),
         (["plan", "--precision", ""], ["model", "fp8"]),
         (["completion", ""], ["bash", "zsh", "fish"]),

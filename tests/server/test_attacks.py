@@ -238,7 +238,8 @@ def test_the_health_port_answered_at_once_meanwhile(idle: Measured, own_port: li
     assert p99(own_port) < OWN_PORT_S
 
 
-def test_nobody_forged_a_line_meanwhile(target: Target) -> None:
+def test_nobody_forges_a_line(target: Target) -> None:
+    measured(target, 0.1, "forged paths")  # whoever shares the tests' work may have run the attacks elsewhere
     text = target.log.read_text()
     assert "\x1b" not in text
     assert not any(line.startswith("2026-01-01 00:00:00,000") for line in text.splitlines())
